@@ -1,0 +1,27 @@
+"""softsieve: a softmax without the classes that cannot matter.
+
+Training: AS-Softmax losses, in which a class that the target already beats by a margin has exactly zero gradient.
+"""
+
+from importlib.metadata import version
+
+from softsieve.losses import (
+    ASCrossEntropyLoss,
+    ASMultiLabelLoss,
+    ASStats,
+    DeltaSchedule,
+    as_cross_entropy,
+    as_keep_mask,
+    as_multilabel_loss,
+)
+
+__all__ = [
+    "ASCrossEntropyLoss",
+    "ASMultiLabelLoss",
+    "ASStats",
+    "DeltaSchedule",
+    "as_cross_entropy",
+    "as_keep_mask",
+    "as_multilabel_loss",
+]
+__version__ = version("softsieve")

@@ -1,0 +1,69 @@
+"""Results of record: a JSON file that says what was measured, with what, on what and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the folder of the source, None where that is no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, versions and machine of a measurement made now.
+
+    Example:
+        >>> sorted(provenance())
+        ['commit', 'date', 'gpu', 'machine', 'modified', 'versions']
+    """
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": None if status is None else bool(status),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "softsieve": version("softsieve"),
+        },
+        "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def write_record(path: Path, suite: str, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+    """Write the results of a suite with their provenance, all or nothing."""
+    record = {"suite": suite, "settings": dict(settings), "provenance": provenance(), "results": list(results)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

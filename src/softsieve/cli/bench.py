@@ -1,0 +1,88 @@
+"""`softsieve bench`: the benchmarks of the library against its named rivals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from softsieve.bench import losses as suite
+from softsieve.bench.record import write_record
+
+bench = typer.Typer(help="Benchmarks against named rivals, all in one run.", no_args_is_help=True)
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@bench.callback()
+def _group() -> None:
+    """Keeps `bench` a group while it has one command."""
+
+
+def _shape(text: str) -> tuple[int, int]:
+    try:
+        rows, classes = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"expected ROWSxCLASSES such as 4096x30522, found {text!r}") from None
+    if min(rows, classes) < 1:
+        raise typer.BadParameter(f"expected at least one row and one class, found {text!r}")
+    return rows, classes
+
+
+@bench.command()
+def losses(
+    shape: Annotated[list[str], typer.Option(help="ROWSxCLASSES; may be given several times")] = [  # noqa: B006
+        "4096x30522",
+        "65536x150",
+    ],
+    solved: Annotated[list[float], typer.Option(min=0, max=1, help="share of rows made solved; several")] = [  # noqa: B006
+        0.0,
+        0.5,
+        0.95,
+    ],
+    delta: Annotated[float, typer.Option(min=0, max=1, help="margin of AS-Softmax")] = 0.1,
+    dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each method, taken in turns")] = 15,
+    out: Annotated[Path | None, typer.Option(help="write the results with their provenance to this JSON file")] = None,
+) -> None:
+    """Time and peak memory of forward + backward: softsieve and the published code against F.cross_entropy."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, found {dtype!r}", param_hint="--dtype")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            f"expected cpu, as this machine has no CUDA device, found {device!r}", param_hint="--device"
+        )
+    shapes = [_shape(text) for text in shape]
+    console = Console()
+    results = []
+    for rows, classes in shapes:
+        for share in solved:
+            with console.status(f"{rows} x {classes}, {share:.0%} of the rows solved"):
+                results += suite.measure(
+                    rows, classes, solved=share, delta=delta, dtype=DTYPES[dtype], device=device, repeats=repeats
+                )
+    table = Table(title=f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}")
+    for column in ("rows x classes", "solved", "method", "ms (p20-p80)", "time", "peak MB", "memory"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for r in results:
+        table.add_row(
+            f"{r.rows} x {r.classes}",
+            f"{r.solved:.0%}",
+            r.method,
+            f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+            f"{r.time_ratio:.2f}x",
+            f"{r.peak_mb:.0f}",
+            f"{r.memory_ratio:.2f}x",
+            end_section=r.method == suite.METHODS[-1],
+        )
+    console.print(table)
+    console.print(f"time and memory as ratios to {suite.METHODS[0]}; peak above the logits, gradient included")
+    if out is not None:
+        settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats}
+        write_record(out, "losses", settings, [r._asdict() for r in results])
+        console.print(f"written to {out}")

@@ -1,0 +1,18 @@
+"""Training objectives: AS-Softmax losses, their schedule, and the registry of rivals."""
+
+from softsieve.losses.cross_entropy import ASStats, as_cross_entropy, as_keep_mask
+from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
+from softsieve.losses.multilabel import as_multilabel_loss
+from softsieve.losses.objectives import make_objective
+from softsieve.losses.schedule import DeltaSchedule
+
+__all__ = [
+    "ASCrossEntropyLoss",
+    "ASMultiLabelLoss",
+    "ASStats",
+    "DeltaSchedule",
+    "as_cross_entropy",
+    "as_keep_mask",
+    "as_multilabel_loss",
+    "make_objective",
+]

@@ -1,0 +1,81 @@
+"""What the public losses refuse, each with the argument, what was expected and what was found.
+
+Only types, shapes and options are checked here; label values are checked where they are read (`kernels.as_rows`,
+`losses.multilabel`), because a compiled graph cannot branch on them.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum")
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def number(name: str, value: object, low: float = -float("inf"), high: float = float("inf")) -> float:
+    """``value`` as a float, refused unless it is a real number in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
+        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
+    found = float(value)
+    if not low <= found <= high:  # also refuses NaN
+        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found {found:g}")
+    return found
+
+
+def choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    if value not in (allowed := tuple(allowed)):
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
+
+
+def logits(value: Tensor) -> None:
+    """Refuse what is not a non-empty floating-point tensor (..., classes)."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"logits: expected a torch.Tensor, found {type(value).__name__}")
+    if value.dtype not in _FLOATING:
+        raise TypeError(f"logits: expected a floating-point dtype, found {value.dtype}")
+    if value.ndim == 0 or value.numel() == 0:
+        raise ValueError(f"logits: expected a non-empty tensor (..., classes), found shape {tuple(value.shape)}")
+
+
+def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
+    """Refuse targets that do not fit ``like``, the logits: one integer a row, or one 0/1 a class for multi-label."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"target: expected a torch.Tensor, found {type(value).__name__}")
+    allowed = (torch.bool, *_INTEGER, *_FLOATING) if multilabel else _INTEGER
+    if value.dtype not in allowed:
+        what = "0/1 flags" if multilabel else "integer class labels (class probabilities are not supported)"
+        raise TypeError(f"target: expected {what}, found {value.dtype}")
+    shape = like.shape if multilabel else like.shape[:-1]
+    if value.shape != shape:
+        raise ValueError(
+            f"target: expected shape {tuple(shape)} for logits of shape {tuple(like.shape)}, found {tuple(value.shape)}"
+        )
+    same_device("target", value, like)
+
+
+def weight(value: Tensor | None, like: Tensor) -> None:
+    """Refuse class weights other than one floating-point number a class."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"weight: expected a torch.Tensor or None, found {type(value).__name__}")
+    if value.dtype not in _FLOATING:
+        raise TypeError(f"weight: expected a floating-point dtype, found {value.dtype}")
+    if value.shape != like.shape[-1:]:
+        raise ValueError(f"weight: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
+    same_device("weight", value, like)
+
+
+def ignore_index(value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"ignore_index: expected an int, found {type(value).__name__}")
+
+
+def same_device(name: str, value: Tensor, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, where the logits are, found {value.device}")

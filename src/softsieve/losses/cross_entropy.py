@@ -1,0 +1,193 @@
+"""AS-Softmax for one label a row: the keep mask, the loss and its statistics."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from softsieve.kernels import cross_entropy as kernel
+from softsieve.losses import _checks
+
+
+class ASStats(NamedTuple):
+    """What AS-Softmax knows of every row after the forward pass, at no extra cost. Detached from the graph.
+
+    A row whose label is ignored is neither solved nor dense, keeps 0 classes and has ``lse`` 0, so sums over rows are
+    sums over the rows that count.
+
+    Attributes:
+        solved: bool, shape of the target. Only the target is kept: loss and gradient are exactly 0.
+        kept: int64, shape of the target. How many classes are kept, the target among them.
+        dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
+        lse: float32 (float64 for float64 logits), shape of the target. Log-sum-exp over *all* classes.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0, 0.0], [0.0, 4.0, 0.0], [1.0, 1.0, 0.0]])
+        >>> _, stats = as_cross_entropy(logits, torch.tensor([0, 2, 1]), delta=0.1, return_stats=True)
+        >>> stats.solved.tolist(), stats.kept.tolist(), stats.dense.tolist()
+        ([True, False, False], [1, 3, 2], [False, True, False])
+    """
+
+    solved: Tensor
+    kept: Tensor
+    dense: Tensor
+    lse: Tensor
+
+
+def _rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits as (rows, classes) and target as (rows,)."""
+    return logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
+
+
+def _as_tensor(delta: float) -> Tensor:
+    """``delta`` as the kernel wants it. By a product: of the ways to say this, the one torch.compile keeps dynamic."""
+    return torch.ones((), dtype=torch.float64) * delta
+
+
+def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
+    r"""The classes that AS-Softmax keeps: those the target does not yet beat by more than ``delta``.
+
+    Computes::
+
+        p = logits.softmax(-1)
+        p.gather(-1, target[..., None]) - p <= delta
+
+    The target is always kept, a row whose label is ignored keeps nothing, and a NaN is never kept.
+
+    Args:
+        logits: scores before the softmax, fp16, bf16, fp32 or fp64.
+        target: class labels, any integer dtype.
+        delta: margin in [0, 1]; 1 keeps everything.
+        ignore_index: label of rows that do not count; any integer.
+
+    Shape:
+        logits ``(..., C)``, target ``(...)``, result ``(..., C)``.
+
+    Returns:
+        bool tensor, True where the class is kept. Constant to autograd.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found.
+
+    Example:
+        >>> logits = torch.tensor([[1.2, 1.5, 1.0, -0.35], [2.5, 3.5, 0.4, 0.3]])
+        >>> as_keep_mask(logits, torch.tensor([1, 2]), delta=0.1)
+        tensor([[False,  True, False, False],
+                [ True,  True,  True,  True]])
+
+    Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
+    """
+    _checks.logits(logits)
+    _checks.target(target, logits)
+    _checks.number("delta", delta, 0, 1)
+    _checks.ignore_index(ignore_index)
+    x, t = _rows(logits.detach(), target)
+    _, threshold, kept, _, _ = kernel.as_cross_entropy(x, t, None, _as_tensor(delta), ignore_index, "none")
+    mask: Tensor = (x >= threshold.unsqueeze(1)) & (kept > 0).unsqueeze(1)
+    return mask.view(logits.shape)
+
+
+@overload
+def as_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    delta: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    weight: Tensor | None = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def as_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    delta: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    weight: Tensor | None = ...,
+    return_stats: Literal[True],
+) -> tuple[Tensor, ASStats]: ...
+@overload
+def as_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    delta: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    weight: Tensor | None = ...,
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, ASStats]: ...
+def as_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    delta: float = 0.1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, ASStats]:
+    r"""AS-Softmax cross-entropy: cross-entropy over the classes that can still matter.
+
+    Computes::
+
+        keep = as_keep_mask(logits, target, delta=delta)
+        F.cross_entropy(logits.masked_fill(~keep, -inf), target)
+
+    without the mask, the masked logits or any other temporary of the size of the logits. The mask is a constant to
+    autograd: a masked class has gradient exactly 0, and a row in which only the target is kept (*solved*) has loss and
+    gradient exactly 0. With ``delta=1`` this is `F.cross_entropy`: the same bits in fp32 and fp64. Sums are taken in
+    fp32 for fp16 and bf16 logits, where `F.cross_entropy` on a CPU sums in 16 bits.
+
+    Args:
+        logits: scores before the softmax, fp16, bf16, fp32 or fp64.
+        target: class labels, any integer dtype.
+        delta: margin in [0, 1] by which the target must beat a class to mask it. May change from call to call.
+        ignore_index: label of rows that add nothing to loss, gradient or statistics; any integer.
+        reduction: ``"none"``, ``"mean"`` (over the rows that count; 0 if there are none) or ``"sum"``.
+        weight: weight of each class; a row is weighted by that of its target, and the mean is a weighted mean.
+        return_stats: also return `ASStats`.
+
+    Shape:
+        logits ``(..., C)``, target ``(...)``, weight ``(C,)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Returns:
+        The loss, in the dtype of the logits (fp32 under autocast); with ``return_stats`` the pair of it and `ASStats`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found. Labels out of range on a GPU
+            stop the device with an assertion instead, as they do in `F.cross_entropy`: looking would stall the queue.
+
+    Example:
+        >>> logits = torch.tensor([[1.2, 1.5, 1.0, -0.35], [2.5, 3.5, 0.4, 0.3]], requires_grad=True)
+        >>> loss = as_cross_entropy(logits, torch.tensor([1, 2]), delta=0.1)
+        >>> loss.backward()
+        >>> round(loss.item(), 4)
+        1.7371
+        >>> logits.grad[0]  # solved: class 1 beats the others by more than 0.1
+        tensor([0., 0., 0., 0.])
+
+    Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
+    """
+    _checks.logits(logits)
+    _checks.target(target, logits)
+    _checks.number("delta", delta, 0, 1)
+    _checks.ignore_index(ignore_index)
+    _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+    _checks.weight(weight, logits)
+    x, t = _rows(logits, target)
+    loss: Tensor
+    loss, threshold, kept, lse, _ = kernel.as_cross_entropy(x, t, weight, _as_tensor(delta), ignore_index, reduction)
+    if not torch.is_autocast_enabled(logits.device.type):
+        loss = loss.to(logits.dtype)
+    if reduction == "none":
+        loss = loss.view(target.shape)
+    if not return_stats:
+        return loss
+    stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse.detach())
+    return loss, ASStats(*(s.view(target.shape) for s in stats))

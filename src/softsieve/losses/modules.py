@@ -1,0 +1,96 @@
+"""The losses as modules. ``delta`` is a plain attribute: change it while training."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from softsieve.losses import _checks
+from softsieve.losses.cross_entropy import ASStats, as_cross_entropy
+from softsieve.losses.multilabel import as_multilabel_loss
+
+
+class ASCrossEntropyLoss(nn.Module):
+    """Module form of `as_cross_entropy`, with the arguments of `torch.nn.CrossEntropyLoss` where both have them.
+
+    Args:
+        delta: margin in [0, 1]. May be changed while training.
+        weight: weight of each class, ``(C,)``; moves with the module.
+        ignore_index: label of rows that do not count.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        return_stats: return the pair of loss and `ASStats`.
+
+    Shape:
+        logits ``(..., C)``, target ``(...)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Example:
+        >>> criterion = ASCrossEntropyLoss(delta=0.1)
+        >>> logits, target = torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([1])
+        >>> criterion(logits, target)
+        tensor(0.)
+        >>> criterion.delta = 1.0  # from here on plain cross-entropy
+        >>> criterion(logits, target)
+        tensor(0.9181)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        delta: float = 0.1,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        return_stats: bool = False,
+    ) -> None:
+        super().__init__()
+        self.delta = _checks.number("delta", delta, 0, 1)
+        _checks.ignore_index(ignore_index)
+        _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.return_stats = return_stats
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ASStats]:
+        return as_cross_entropy(
+            logits,
+            target,
+            delta=self.delta,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            weight=self.weight,
+            return_stats=self.return_stats,
+        )
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+
+
+class ASMultiLabelLoss(nn.Module):
+    """Module form of `as_multilabel_loss`.
+
+    Args:
+        delta: margin in [0, 1]. May be changed while training.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+
+    Shape:
+        logits and target ``(..., C)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Example:
+        >>> criterion = ASMultiLabelLoss(delta=0.1)
+        >>> criterion(torch.tensor([[3.0, 2.0, -4.0]]), torch.tensor([[1, 0, 0]]))
+        tensor(0.)
+    """
+
+    def __init__(self, delta: float = 0.1, *, reduction: str = "mean") -> None:
+        super().__init__()
+        self.delta = _checks.number("delta", delta, 0, 1)
+        _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+        self.reduction = reduction
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return as_multilabel_loss(logits, target, delta=self.delta, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta}, reduction={self.reduction!r}"

@@ -1,0 +1,267 @@
+"""The losses that training runs compare, by name: AS-Softmax and the rivals of the paper's tables.
+
+An objective is a loss together with the head it wants, so that a trainer needs to know nothing else of it::
+
+    objective = make_objective("am-softmax", margin=0.2)
+    head = objective.head(hidden_size, num_classes)
+    loss, solved = objective(head(hidden), target)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softsieve.kernels.cross_entropy import check_labels, sum_rows
+from softsieve.losses import _checks
+from softsieve.losses.cross_entropy import as_cross_entropy
+from softsieve.losses.multilabel import as_multilabel_loss
+
+INF = float("inf")
+
+
+class Outcome(NamedTuple):
+    """A loss and, from objectives that solve rows, which of them are solved (bool, shape of the leading dimensions)."""
+
+    loss: Tensor
+    solved: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Objective(ABC):
+    """What a trainer knows of a loss. Options are fields, so an objective prints and serialises with its settings."""
+
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        _checks.choice("reduction", self.reduction, _checks.REDUCTIONS)
+
+    def head(self, in_features: int, num_classes: int) -> nn.Module:
+        """The layer that makes this objective's logits from features."""
+        return nn.Linear(in_features, num_classes)
+
+    @abstractmethod
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        """Loss of logits ``(..., C)`` against a target: labels ``(...)``, or flags ``(..., C)`` for multi-label."""
+
+
+@dataclass(kw_only=True)
+class SingleLabel(Objective):
+    """One label a row, some of which may be ignored. A rival says only what a row costs."""
+
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.ignore_index(self.ignore_index)
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Loss of every row of logits (rows, classes) with labels (rows,), all of them classes."""
+        raise TypeError(f"{type(self).__name__} does not say what a row costs")
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        _checks.logits(logits)
+        _checks.target(target, logits)
+        flat = target.reshape(-1).long()
+        counted = flat != self.ignore_index
+        label = check_labels(flat, counted, logits.shape[-1], self.ignore_index)
+        rows = self.rows(logits.reshape(-1, logits.shape[-1]), label)
+        if self.reduction == "none":
+            return Outcome(torch.where(counted, rows, 0).view(target.shape))
+        total = sum_rows(rows, counted)
+        return Outcome(total if self.reduction == "sum" else total / counted.sum().clamp_min(1))
+
+
+class Softmax(SingleLabel):
+    """Plain cross-entropy."""
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="none")
+
+
+@dataclass(kw_only=True)
+class TSoftmax(SingleLabel):
+    """Cross-entropy of ``logits / temperature``."""
+
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("temperature", self.temperature, 1e-6)
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits / self.temperature, target, reduction="none")
+
+
+@dataclass(kw_only=True)
+class SparseSoftmax(SingleLabel):
+    """Cross-entropy over the ``k`` largest logits and the target (arXiv 2112.12433)."""
+
+    k: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("k", self.k, 1)
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        top = logits.topk(min(self.k, logits.shape[-1]), -1).indices
+        keep = torch.zeros_like(logits, dtype=torch.bool).scatter(1, torch.cat([top, target.unsqueeze(1)], 1), True)
+        return F.cross_entropy(torch.where(keep, logits, -INF), target, reduction="none")
+
+
+class Sparsemax(SingleLabel):
+    """Sparsemax loss (arXiv 1602.02068), from the ``entmax`` package."""
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        from entmax import sparsemax_loss
+
+        return sparsemax_loss(logits, target)  # type: ignore[no-any-return]
+
+
+class Entmax15(SingleLabel):
+    """1.5-entmax loss (arXiv 1905.05702), from the ``entmax`` package."""
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        from entmax import entmax15_loss
+
+        return entmax15_loss(logits, target)  # type: ignore[no-any-return]
+
+
+@dataclass(kw_only=True)
+class LabelSmoothing(SingleLabel):
+    """Cross-entropy against the target mixed with the uniform distribution."""
+
+    smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("smoothing", self.smoothing, 0, 1)
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.smoothing)
+
+
+class CosineHead(nn.Module):
+    """``scale * cos(features, class weight)``: a linear head on normalised features and weights, without bias."""
+
+    def __init__(self, in_features: int, num_classes: int, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features))
+        nn.init.xavier_uniform_(self.weight)
+        self.scale = scale
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.scale * F.linear(F.normalize(features, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+@dataclass(kw_only=True)
+class AMSoftmax(SingleLabel):
+    """Additive margin softmax (arXiv 1801.05599): the target's cosine must win by ``margin``.
+
+    Its logits come from its own head, a `CosineHead`; the margin is taken off the target in the loss only, so a trained
+    model predicts by its logits like any other.
+    """
+
+    scale: float = 30.0
+    margin: float = 0.35
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("scale", self.scale, 1e-6)
+        _checks.number("margin", self.margin, 0, 2)
+
+    def head(self, in_features: int, num_classes: int) -> nn.Module:
+        return CosineHead(in_features, num_classes, self.scale)
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        margin = torch.full_like(logits[:, :1], -self.scale * self.margin)
+        return F.cross_entropy(logits.scatter_add(1, target.unsqueeze(1), margin), target, reduction="none")
+
+
+@dataclass(kw_only=True)
+class ASSoftmax(SingleLabel):
+    """AS-Softmax (arXiv 2508.03175). ``delta`` may be changed while training."""
+
+    delta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("delta", self.delta, 0, 1)
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        loss, stats = as_cross_entropy(
+            logits,
+            target,
+            delta=self.delta,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            return_stats=True,
+        )
+        return Outcome(loss, stats.solved)
+
+
+class MultiLabelSoftmax(Objective):
+    """The plain multi-label softmax loss: AS with a margin that nothing reaches. Logits above 0 are predicted."""
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        return Outcome(as_multilabel_loss(logits, target, delta=1.0, reduction=self.reduction))
+
+
+@dataclass(kw_only=True)
+class MultiLabelASSoftmax(Objective):
+    """Multi-label AS-Softmax. ``delta`` may be changed while training. Logits above 0 are predicted."""
+
+    delta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.number("delta", self.delta, 0, 1)
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        rows = as_multilabel_loss(logits, target, delta=self.delta, reduction="none")
+        loss = rows if self.reduction == "none" else rows.mean() if self.reduction == "mean" else rows.sum()
+        return Outcome(loss, rows.detach() == 0)
+
+
+SINGLE_LABEL: dict[str, type[Objective]] = {
+    "softmax": Softmax,
+    "t-softmax": TSoftmax,
+    "sparse-softmax": SparseSoftmax,
+    "sparsemax": Sparsemax,
+    "entmax-1.5": Entmax15,
+    "label-smoothing": LabelSmoothing,
+    "am-softmax": AMSoftmax,
+    "as-softmax": ASSoftmax,
+}
+MULTI_LABEL: dict[str, type[Objective]] = {"softmax": MultiLabelSoftmax, "as-softmax": MultiLabelASSoftmax}
+
+
+def make_objective(name: str, *, multilabel: bool = False, **options: object) -> Objective:
+    """The objective of that name, for one label a row or for any number of them.
+
+    Args:
+        name: one of ``SINGLE_LABEL``, or with ``multilabel`` of ``MULTI_LABEL``.
+        multilabel: whether a row has any number of labels.
+        **options: its settings; every objective takes ``reduction``, those for one label also ``ignore_index``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found.
+
+    Example:
+        >>> make_objective("am-softmax", margin=0.2)
+        AMSoftmax(reduction='mean', ignore_index=-100, scale=30.0, margin=0.2)
+        >>> make_objective("as-softmax")(torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
+        Outcome(loss=tensor(0.3466), solved=tensor([ True, False]))
+    """
+    registry = MULTI_LABEL if multilabel else SINGLE_LABEL
+    _checks.choice("name", name, registry)
+    known = [f.name for f in fields(registry[name])]
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{name}: expected options among {', '.join(known)}, found {option!r}")
+    return registry[name](**options)  # type: ignore[arg-type]

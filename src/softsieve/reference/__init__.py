@@ -1,0 +1,8 @@
+"""Short, obviously right versions of everything in the library: what tests and benchmarks compare with.
+
+They follow the formulas word for word, in whatever dtype they are given (float64 for truth), and check nothing.
+"""
+
+from softsieve.reference.losses import as_cross_entropy, as_keep_mask, as_multilabel_loss, as_stats, delta_table
+
+__all__ = ["as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "as_stats", "delta_table"]

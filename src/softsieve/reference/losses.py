@@ -1,0 +1,95 @@
+"""AS-Softmax, word for word from the paper's formulas."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+INF = float("inf")
+
+
+def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
+    """Class j is kept when ``p_t - p_j <= delta``; an ignored row keeps nothing.
+
+    >>> as_keep_mask(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([1]))
+    tensor([[False,  True, False, False]])
+    """
+    counted = (target != ignore_index).unsqueeze(-1)
+    label = target.unsqueeze(-1).where(counted, 0)
+    p = logits.detach().softmax(-1)
+    return (p.gather(-1, label) - p <= delta) & counted
+
+
+def as_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    delta: float = 0.1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """``-log( exp(o_t) / sum over kept j of exp(o_j) )``.
+
+    >>> as_cross_entropy(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([1]), delta=1.0)
+    tensor(0.9181)
+    """
+    counted = target != ignore_index
+    label = target.where(counted, 0)
+    keep = as_keep_mask(logits, label, delta=delta, ignore_index=-1)  # -1: none of these labels
+    log_q = logits.masked_fill(~keep, -INF).log_softmax(-1)
+    w = (torch.ones(logits.shape[-1]) if weight is None else weight).to(logits)[label] * counted
+    loss = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1).where(counted, 0) * w
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / w.sum().where(w.sum() != 0, 1)
+
+
+def as_stats(
+    logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solved, kept, dense and lse, all zero in ignored rows.
+
+    >>> as_stats(torch.tensor([[9.0, 0.0]]), torch.tensor([0]))[:3]
+    (tensor([True]), tensor([1]), tensor([False]))
+    """
+    counted = target != ignore_index
+    kept = as_keep_mask(logits, target, delta=delta, ignore_index=ignore_index).sum(-1)
+    p_t = logits.softmax(-1).gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
+    return kept == 1, kept, (p_t <= delta) & counted, logits.logsumexp(-1) * counted
+
+
+def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, reduction: str = "mean") -> Tensor:
+    """``log(1 + sum kept negatives exp(o_j)) + log(1 + sum kept positives exp(-o_t))``, one row after the other.
+
+    >>> as_multilabel_loss(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([[1, 1, 0, 0]]))
+    tensor(1.5765)
+    """
+    losses = []
+    for o, y in zip(logits.reshape(-1, logits.shape[-1]), target.reshape(-1, logits.shape[-1]), strict=True):
+        p = o.detach().softmax(-1)
+        pos, neg = y == 1, y == 0
+        keep_neg, keep_pos = neg, pos
+        if pos.any() and neg.any():
+            keep_neg = neg & (p[pos].min() - p <= delta)
+            keep_pos = pos & (p - p[neg].max() <= delta)
+        losses.append(torch.log(1 + o[keep_neg].exp().sum()) + torch.log(1 + (-o[keep_pos]).exp().sum()))
+    loss = torch.stack(losses).reshape(logits.shape[:-1])
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def delta_table(final: float, initial: float, ratio: float, total_steps: int, shape: str = "linear") -> list[float]:
+    """The margin at every step, filled in step by step.
+
+    >>> delta_table(0.0, 1.0, 0.5, 4)
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    table = []
+    for step in range(total_steps):
+        left = max(0.0, 1 - step / (ratio * total_steps)) if ratio else 0.0  # 1 at the start, 0 when the way is done
+        if shape == "cosine":
+            left = 0.5 + 0.5 * math.cos(math.pi * (1 - left))
+        table.append(final + (initial - final) * left)
+    return table

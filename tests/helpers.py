@@ -1,0 +1,31 @@
+"""What several tests need: inputs away from rounding, and a context that sees every dtype and shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+def make(rows: int, classes: int, *, spread: float = 3.0, ignored: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """float64 logits of all kinds of rows (dense, sparse, solved) and labels, a share of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, classes, dtype=torch.float64, generator=generator) * spread
+    target = torch.randint(classes, (rows,), generator=generator)
+    helped = torch.rand(rows, generator=generator) < 0.6  # without help almost no row has its target on top
+    lift = torch.rand(rows, generator=generator, dtype=torch.float64) * 2 * spread
+    at = (torch.arange(rows)[helped], target[helped])
+    logits[at] = logits.amax(-1)[helped] + lift[helped] - spread
+    target[torch.rand(rows, generator=generator) < ignored] = IGNORED
+    target[0] = 0  # at least one counts
+    return logits, target
+
+
+def distance_to_margin(logits: Tensor, target: Tensor, delta: float) -> Tensor:
+    """How far every class is from being decided the other way, (rows, classes); inf for ignored rows and targets."""
+    p = logits.double().softmax(-1)
+    label = target.clamp_min(0).unsqueeze(-1)
+    distance = (p.gather(-1, label) - p - delta).abs()
+    distance.scatter_(-1, label, float("inf"))
+    return distance.masked_fill((target < 0).unsqueeze(-1), float("inf"))
