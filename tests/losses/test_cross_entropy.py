@@ -304,9 +304,7 @@ def test_any_leading_shape_and_stride(leading: tuple[int, ...], strided: bool) -
     mask = as_keep_mask(logits, target)
     assert torch.equal(mask.reshape(-1, 5), as_keep_mask(flat_logits, flat_target))
     grad = grad_of(lambda x: as_cross_entropy(x, target), logits)
-    torch.testing.assert_close(
-        grad.reshape(-1, 5), grad_of(lambda x: as_cross_entropy(x, flat_target), flat_logits)
-    )
+    torch.testing.assert_close(grad.reshape(-1, 5), grad_of(lambda x: as_cross_entropy(x, flat_target), flat_logits))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
@@ -355,7 +353,11 @@ CLASSES = 4
 GOOD_LOGITS, GOOD_TARGET = torch.zeros(3, CLASSES), torch.tensor([0, 1, 2])
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logits": [[1.0]]}, TypeError, "logits: expected a torch.Tensor, found list"),
-    ({"logits": torch.zeros(3, 4, dtype=torch.long)}, TypeError, "logits: expected a floating-point dtype, found torch.i"),
+    (
+        {"logits": torch.zeros(3, 4, dtype=torch.long)},
+        TypeError,
+        "logits: expected a floating-point dtype, found torch.i",
+    ),
     ({"logits": torch.zeros(())}, ValueError, r"logits: expected a non-empty tensor .* found shape \(\)"),
     ({"logits": torch.zeros(0, 4)}, ValueError, r"logits: expected a non-empty .* found shape \(0, 4\)"),
     ({"logits": torch.zeros(3, 0)}, ValueError, r"logits: expected a non-empty .* found shape \(3, 0\)"),

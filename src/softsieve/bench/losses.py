@@ -53,8 +53,8 @@ def measure(
 
     Example:
         >>> results = measure(64, 10, solved=0.5, delta=0.1, dtype=torch.float32, device="cpu", repeats=1)
-        >>> [(r.method, r.solved) for r in results]
-        [('F.cross_entropy', 0.5), ('softsieve', 0.5), ('plain torch', 0.5)]
+        >>> [r.method for r in results]
+        ['F.cross_entropy', 'softsieve', 'plain torch']
     """
     logits, target = make_logits(rows, classes, solved=solved, dtype=dtype, device=device)
     _, stats = as_cross_entropy(logits, target, delta=delta, return_stats=True)

@@ -53,10 +53,8 @@ def losses(
     """Time and peak memory of forward + backward: softsieve and the published code against F.cross_entropy."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, found {dtype!r}", param_hint="--dtype")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise typer.BadParameter(
-            f"expected cpu, as this machine has no CUDA device, found {device!r}", param_hint="--device"
-        )
+    if device not in (devices := ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]):
+        raise typer.BadParameter(f"expected {' or '.join(devices)} here, found {device!r}", param_hint="--device")
     shapes = [_shape(text) for text in shape]
     console = Console()
     results = []

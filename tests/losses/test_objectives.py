@@ -1,0 +1,169 @@
+"""The registry: every loss of the paper's tables by name, each against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softsieve import as_cross_entropy, as_multilabel_loss
+from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Outcome, make_objective
+from tests.helpers import IGNORED, make
+
+INF = float("inf")
+
+
+def test_the_registry_holds_the_rows_of_the_paper() -> None:
+    assert list(SINGLE_LABEL) == [
+        "softmax",
+        "t-softmax",
+        "sparse-softmax",
+        "sparsemax",
+        "entmax-1.5",
+        "label-smoothing",
+        "am-softmax",
+        "as-softmax",
+    ]
+    assert list(MULTI_LABEL) == ["softmax", "as-softmax"]
+
+
+def sparse_softmax(x: Tensor, t: int, k: int) -> Tensor:
+    kept = set(x.topk(min(k, len(x))).indices.tolist()) | {t}
+    return x[sorted(kept)].logsumexp(0) - x[t]
+
+
+def fenchel_young(x: Tensor, t: int, alpha: float) -> Tensor:
+    """max over the simplex of <p, x> + H(p), minus x_t, with p found by bisection on the threshold."""
+    low, high = x.max() * (alpha - 1) - 1, x.max() * (alpha - 1)
+    for _ in range(200):
+        tau = (low + high) / 2
+        p = ((alpha - 1) * x - tau).clamp_min(0) ** (1 / (alpha - 1))
+        low, high = (tau, high) if p.sum() > 1 else (low, tau)
+    entropy = (p - p**alpha).sum() / (alpha * (alpha - 1))
+    return (p * x).sum() + entropy - x[t]
+
+
+ROW_COSTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "softmax": lambda x, t: x.logsumexp(0) - x[t],
+    "t-softmax": lambda x, t: (x / 2).logsumexp(0) - x[t] / 2,
+    "sparse-softmax": lambda x, t: sparse_softmax(x, t, 10),
+    "sparsemax": lambda x, t: fenchel_young(x, t, 2.0),
+    "entmax-1.5": lambda x, t: fenchel_young(x, t, 1.5),
+    "label-smoothing": lambda x, t: x.logsumexp(0) - 0.9 * x[t] - 0.1 * x.mean(),
+    "am-softmax": lambda x, t: (x - 10.5 * F.one_hot(torch.tensor(t), len(x))).logsumexp(0) - x[t] + 10.5,
+    "as-softmax": lambda x, t: as_cross_entropy(x, torch.tensor(t)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE_LABEL)
+@pytest.mark.parametrize("classes", [2, 7, 40])
+def test_every_row_costs_what_its_definition_says(name: str, classes: int) -> None:
+    logits, target = make(25, classes, ignored=0)
+    rows = make_objective(name, reduction="none")(logits, target).loss
+    truth = torch.stack([ROW_COSTS[name](x, t) for x, t in zip(logits, target.tolist(), strict=True)])
+    torch.testing.assert_close(rows, truth, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SINGLE_LABEL)
+def test_ignored_rows_add_nothing(name: str) -> None:
+    logits, target = make(30, 9)
+    counted = target != IGNORED
+    rows = make_objective(name, reduction="none")(logits, target).loss
+    assert not rows[~counted].any()
+    mean = make_objective(name)(logits, target).loss
+    torch.testing.assert_close(mean, rows[counted].mean())
+    torch.testing.assert_close(make_objective(name, reduction="sum")(logits, target).loss, rows.sum())
+    moved = target.where(counted, 1000)
+    torch.testing.assert_close(make_objective(name, ignore_index=1000)(logits, moved).loss, mean)
+    x = logits.clone().requires_grad_()
+    make_objective(name)(x, target).loss.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert not x.grad[~counted].any()
+    assert x.grad[counted].any()
+
+
+@pytest.mark.parametrize("name", SINGLE_LABEL)
+def test_leading_shapes(name: str) -> None:
+    logits, target = make(24, 9)
+    flat = make_objective(name, reduction="none")(logits, target).loss
+    folded = make_objective(name, reduction="none")(logits.view(2, 12, 9), target.view(2, 12)).loss
+    torch.testing.assert_close(folded, flat.view(2, 12))
+
+
+@pytest.mark.parametrize("name", SINGLE_LABEL)
+def test_every_objective_learns(name: str) -> None:
+    """Head and loss together separate what is separable."""
+    features = torch.randn(200, 8)
+    target = (features @ torch.randn(8, 4)).argmax(-1)
+    objective = make_objective(name)
+    head = objective.head(8, 4)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+    for _ in range(150):
+        optimizer.zero_grad()
+        objective(head(features), target).loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert (head(features).argmax(-1) == target).float().mean() > 0.9
+
+
+def test_the_cosine_head_is_scale_times_cosine() -> None:
+    head = make_objective("am-softmax", scale=5.0).head(6, 3)
+    features = torch.randn(4, 6)
+    truth = 5 * F.cosine_similarity(features.unsqueeze(1), head.weight.unsqueeze(0), dim=-1)  # type: ignore[operator]
+    torch.testing.assert_close(head(features), truth)
+
+
+def test_as_softmax_says_what_is_solved() -> None:
+    logits, target = make(30, 9)
+    solved = make_objective("as-softmax")(logits, target).solved
+    rows = as_cross_entropy(logits, target, reduction="none")
+    assert solved is not None
+    assert torch.equal(solved, (rows == 0) & (target != IGNORED))
+    assert make_objective("softmax")(logits, target).solved is None
+
+
+def test_delta_may_change() -> None:
+    logits, target = make(30, 9)
+    objective = make_objective("as-softmax", delta=0.1)
+    objective.delta = 1.0  # type: ignore[attr-defined]
+    assert torch.equal(objective(logits, target).loss, as_cross_entropy(logits, target, delta=1.0))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_multilabel_objectives(reduction: str) -> None:
+    logits, target = torch.randn(9, 5) * 4, torch.randint(2, (9, 5))
+    plain = make_objective("softmax", multilabel=True, reduction=reduction)(logits, target)
+    assert isinstance(plain, Outcome)
+    assert torch.equal(plain.loss, as_multilabel_loss(logits, target, delta=1.0, reduction=reduction))
+    loss, solved = make_objective("as-softmax", multilabel=True, delta=0.2, reduction=reduction)(logits, target)
+    assert torch.equal(loss, as_multilabel_loss(logits, target, delta=0.2, reduction=reduction))
+    assert solved is not None
+    assert torch.equal(solved, as_multilabel_loss(logits, target, delta=0.2, reduction="none") == 0)
+
+
+def test_bad_names_options_and_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"name: expected one of 'softmax', .* found 'hinge'"):
+        make_objective("hinge")
+    with pytest.raises(ValueError, match="name: expected one of 'softmax', 'as-softmax', found 'sparsemax'"):
+        make_objective("sparsemax", multilabel=True)
+    with pytest.raises(TypeError, match="softmax: expected options among reduction, ignore_index, found 'delta'"):
+        make_objective("softmax", delta=0.1)
+    with pytest.raises(TypeError, match="expected options among reduction, found 'ignore_index'"):
+        make_objective("softmax", multilabel=True, ignore_index=0)
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("t-softmax", {"temperature": 0}),
+        ("sparse-softmax", {"k": 0}),
+        ("label-smoothing", {"smoothing": 2}),
+        ("am-softmax", {"scale": -1}),
+        ("am-softmax", {"margin": 3}),
+        ("as-softmax", {"delta": 2}),
+        ("softmax", {"reduction": "max"}),
+    ]
+    for name, option in bad:
+        with pytest.raises(ValueError, match=next(iter(option))):
+            make_objective(name, **option)
+    with pytest.raises(ValueError, match="target: expected class labels"):
+        make_objective("softmax")(torch.zeros(2, 3), torch.tensor([0, 3]))
