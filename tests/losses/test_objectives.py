@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Outcome, make
 from tests.helpers import IGNORED, make
 
 INF = float("inf")
+AVAILABLE = [name for name in SINGLE_LABEL if find_spec("entmax") or name not in ("sparsemax", "entmax-1.5")]
 
 
 def test_the_registry_holds_the_rows_of_the_paper() -> None:
@@ -59,7 +61,7 @@ ROW_COSTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SINGLE_LABEL)
+@pytest.mark.parametrize("name", AVAILABLE)
 @pytest.mark.parametrize("classes", [2, 7, 40])
 def test_every_row_costs_what_its_definition_says(name: str, classes: int) -> None:
     logits, target = make(25, classes, ignored=0)
@@ -68,7 +70,7 @@ def test_every_row_costs_what_its_definition_says(name: str, classes: int) -> No
     torch.testing.assert_close(rows, truth, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", SINGLE_LABEL)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_ignored_rows_add_nothing(name: str) -> None:
     logits, target = make(30, 9)
     counted = target != IGNORED
@@ -86,7 +88,7 @@ def test_ignored_rows_add_nothing(name: str) -> None:
     assert x.grad[counted].any()
 
 
-@pytest.mark.parametrize("name", SINGLE_LABEL)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_leading_shapes(name: str) -> None:
     logits, target = make(24, 9)
     flat = make_objective(name, reduction="none")(logits, target).loss
@@ -94,7 +96,7 @@ def test_leading_shapes(name: str) -> None:
     torch.testing.assert_close(folded, flat.view(2, 12))
 
 
-@pytest.mark.parametrize("name", SINGLE_LABEL)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_every_objective_learns(name: str) -> None:
     """Head and loss together separate what is separable."""
     features = torch.randn(200, 8)
@@ -142,6 +144,12 @@ def test_multilabel_objectives(reduction: str) -> None:
     assert torch.equal(loss, as_multilabel_loss(logits, target, delta=0.2, reduction=reduction))
     assert solved is not None
     assert torch.equal(solved, as_multilabel_loss(logits, target, delta=0.2, reduction="none") == 0)
+
+
+def test_a_missing_package_is_missed_when_the_objective_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softsieve.losses.objectives.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"sparsemax_loss comes from the package entmax: pip install"):
+        make_objective("sparsemax")
 
 
 def test_bad_names_options_and_labels_are_refused() -> None:

@@ -8,11 +8,12 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from softsieve import __version__
 
 
 def _git(*arguments: str) -> str | None:
@@ -50,7 +51,7 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "softsieve": version("softsieve"),
+            "softsieve": __version__,
         },
         "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,22 +115,33 @@ class SparseSoftmax(SingleLabel):
         return F.cross_entropy(torch.where(keep, logits, -INF), target, reduction="none")
 
 
-class Sparsemax(SingleLabel):
-    """Sparsemax loss (arXiv 1602.02068), from the ``entmax`` package."""
+class _FromEntmax(SingleLabel):
+    """A loss of the ``entmax`` package, missed when the objective is made, not in the middle of training."""
+
+    function: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if find_spec("entmax") is None:
+            raise ImportError(f"{self.function} comes from the package entmax: pip install 'softsieve[rivals]'")
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        from entmax import sparsemax_loss
+        import entmax
 
-        return sparsemax_loss(logits, target)  # type: ignore[no-any-return]
+        rows: Tensor = getattr(entmax, self.function)(logits, target)
+        return rows
 
 
-class Entmax15(SingleLabel):
-    """1.5-entmax loss (arXiv 1905.05702), from the ``entmax`` package."""
+class Sparsemax(_FromEntmax):
+    """Sparsemax loss (arXiv 1602.02068)."""
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        from entmax import entmax15_loss
+    function = "sparsemax_loss"
 
-        return entmax15_loss(logits, target)  # type: ignore[no-any-return]
+
+class Entmax15(_FromEntmax):
+    """1.5-entmax loss (arXiv 1905.05702)."""
+
+    function = "entmax15_loss"
 
 
 @dataclass(kw_only=True)

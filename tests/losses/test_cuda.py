@@ -1,0 +1,122 @@
+"""The losses on a GPU: the results of the CPU, no host synchronisation, capturable in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softsieve import as_cross_entropy, as_keep_mask, as_multilabel_loss, reference
+from softsieve.kernels import cross_entropy as kernel
+from tests.helpers import make
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many blocks":
+        monkeypatch.setattr(kernel, "BLOCK_ELSEWHERE", 700)
+
+
+@pytest.fixture
+def _no_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def gradient(loss: Tensor, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(loss.sum(), logits)[0]
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 4), (252, 7), (123, 507)])
+@pytest.mark.parametrize("delta", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_agrees_with_the_reference(shape: tuple[int, int], delta: float, reduction: str, weighted: bool) -> None:
+    logits, target = (part.cuda() for part in make(*shape))
+    weight = torch.rand(shape[1], dtype=torch.float64, device="cuda") if weighted else None
+    results = []
+    for loss in (as_cross_entropy, reference.as_cross_entropy):
+        x = logits.clone().requires_grad_()
+        value = loss(x, target, delta=delta, reduction=reduction, weight=weight)
+        results.append((value.detach(), gradient(value, x)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-12)
+    _, stats = as_cross_entropy(logits, target, delta=delta, return_stats=True)
+    for ours, truth in zip(stats, reference.as_stats(logits, target, delta=delta), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-12)
+    assert torch.equal(as_keep_mask(logits, target, delta=delta).sum(-1), stats.kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_delta_one_is_cross_entropy(dtype: torch.dtype) -> None:
+    logits, target = (part.cuda() for part in make(123, 507))
+    logits = logits.to(dtype)
+    rows = as_cross_entropy(logits, target, delta=1, reduction="none")
+    torch.testing.assert_close(rows, F.cross_entropy(logits, target, reduction="none"))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours, theirs = as_cross_entropy(logits, target, delta=1), F.cross_entropy(logits, target)
+    assert ours.dtype == theirs.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_solved_and_ignored_rows_are_exactly_zero() -> None:
+    logits = torch.tensor(
+        [[9.0, 0.0, 0.0], [float("nan"), 0.0, 0.0], [0.0, 1.0, 0.0]], device="cuda", requires_grad=True
+    )
+    loss = as_cross_entropy(logits, torch.tensor([0, -100, 2], device="cuda"), reduction="none")
+    grad = gradient(loss, logits)
+    assert loss[:2].tolist() == [0, 0]
+    assert not grad[:2].any()
+    assert grad[2].all()
+
+
+@pytest.mark.usefixtures("_no_sync")
+def test_no_host_synchronisation() -> None:
+    logits = torch.randn(64, 50, device="cuda", requires_grad=True)
+    target = torch.arange(64, device="cuda") % 50
+    loss, _ = as_cross_entropy(logits, target, return_stats=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    as_keep_mask(logits, target)
+    as_multilabel_loss(logits, logits.detach() > 1).backward()  # type: ignore[no-untyped-call]
+
+
+def test_capturable_in_a_graph() -> None:
+    logits = torch.randn(64, 50, device="cuda", requires_grad=True)
+    target = torch.randint(50, (64,), device="cuda")
+
+    def step() -> Tensor:
+        logits.grad = None
+        loss = as_cross_entropy(logits, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():
+        logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    assert logits.grad is not None
+    fresh = logits.detach().clone().requires_grad_()
+    truth = as_cross_entropy(fresh, target)
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(logits.grad, gradient(truth, fresh))
+
+
+def test_compiled() -> None:
+    logits, target = (part.cuda() for part in make(40, 9))
+    x = logits.clone().requires_grad_()
+    compiled = torch.compile(lambda x: as_cross_entropy(x * 2, target), fullgraph=True)
+    truth = as_cross_entropy(x * 2, target)
+    torch.testing.assert_close(gradient(compiled(x), x), gradient(truth, x))
