@@ -1,13 +1,27 @@
-"""Names that the doctests of docstrings and README find without importing them."""
+"""Settings for all tests and doctests, made before torch and Triton are imported."""
 
+import os
 from typing import Any
 
+# bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction otherwise.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on the CPU, line by line
+
+settings.register_profile("softsieve", deadline=None, max_examples=200, derandomize=True)
+settings.load_profile("softsieve")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
-    import torch
-
-    torch.set_printoptions(profile="default")
     doctest_namespace["torch"] = torch

@@ -78,7 +78,7 @@ def test_the_ops_pass_the_checks_of_torch() -> None:
         for reduction in ("none", "mean", "sum"):
             arguments = (logits, target, weight, delta, -100, reduction)
             torch.library.opcheck(torch.ops.softsieve.as_cross_entropy.default, arguments)
-    _, threshold, kept, _, share = torch.ops.softsieve.as_cross_entropy(*arguments)
-    saved = (share.detach().requires_grad_(), logits, target, threshold.detach(), kept)
+    _, *scalars, share = (output.detach() for output in torch.ops.softsieve.as_cross_entropy(*arguments))
+    saved = (share.requires_grad_(), logits, target, *scalars)
     torch.library.opcheck(torch.ops.softsieve.as_cross_entropy_backward.default, saved)
     torch.library.opcheck(torch.ops.softsieve.positives.default, (torch.randint(2, (3, 4)),))

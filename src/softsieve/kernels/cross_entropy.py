@@ -1,8 +1,8 @@
-"""AS cross-entropy over the rows of a logits matrix, as two custom ops in plain torch for any device.
+"""AS cross-entropy over the rows of a logits matrix, as two custom ops: in plain torch for any device, Triton on CUDA.
 
-The forward op goes over the logits in blocks of rows that stay in the cache and keeps a few scalars a row; only rows
-that are sparse and not solved are visited again. The backward op writes the gradient in one sweep over the rows that
-have one. Nothing of size rows x classes exists but the gradient itself.
+In torch, forward goes over the logits in blocks of rows that stay in the cache and keeps a few scalars a row; only rows
+that are sparse and not solved are visited again. Backward writes the gradient in one sweep over the rows that have one.
+Nothing of size rows x classes exists but the gradient itself.
 
 The one decision, taken in the forward op and read everywhere else, is the row's threshold: class j is kept when
 logit_j >= threshold. It follows from p_t - p_j <= delta by dividing by p_t:
@@ -15,6 +15,7 @@ so the target and its ties are kept whatever the rounding. A NaN in a row makes 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ BLOCK_ELSEWHERE = 1 << 24
 
 
 Rows = slice | Tensor
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def accumulation_dtype(logits: Tensor) -> torch.dtype:
@@ -97,14 +99,14 @@ def sum_rows(values: Tensor, counted: Tensor) -> Tensor:
     return F.nll_loss(-values.unsqueeze(1), counted.long() - 1, ignore_index=-1, reduction="sum")
 
 
-@torch.library.custom_op("softsieve::as_cross_entropy", mutates_args=())
-def as_cross_entropy(
+def forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: Tensor, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Reduced loss, and for every row its threshold, number of kept classes, log-sum-exp and share in the loss.
+) -> Outputs:
+    """Reduced loss, and for every row its threshold, number of kept classes, lse, norm and share in the loss.
 
-    All of these are 0 in ignored rows. ``delta`` is a tensor () on the CPU, not a number: a compiled graph would be
-    compiled anew for every value of a number.
+    ``lse`` is the log-sum-exp over all classes, ``norm`` what makes ``exp((logits - lse) - norm)`` the softmax over the
+    kept ones, share the derivative of the reduced loss by that of the row. All are 0 in ignored rows. ``delta`` is a
+    tensor () on the CPU, not a number: a compiled graph would be compiled anew for every value of a number.
     """
     classes, dtype = logits.shape[1], accumulation_dtype(logits)
     margin, largest = float(delta), torch.finfo(dtype).max
@@ -132,9 +134,10 @@ def as_cross_entropy(
     lse = o_t - log_pt  # loses digits where the target is far below the rest: look again there
     for rows, x, _ in _sweep(logits, _choose(~(log_pt > -64)), scratch=0):
         lse[rows] = x.logsumexp(-1)
+    norm = (loss - nll).masked_fill_(~sparse, 0)
     kept = kept.masked_fill(~sparse, classes)
     if not logits.is_cpu:
-        for scalar in (loss, threshold, kept, lse):
+        for scalar in (loss, threshold, kept, lse, norm):
             scalar.masked_fill_(~counted, 0)
 
     share = counted.to(dtype)
@@ -148,17 +151,16 @@ def as_cross_entropy(
     if reduction == "mean":
         total = total.masked_fill(total == 0, 1)
         loss, share = loss / total, share / total
-    return loss, threshold.clone(), kept.long(), lse, share
+    return loss, threshold.clone(), kept.long(), lse, norm, share
 
 
-@torch.library.custom_op("softsieve::as_cross_entropy_backward", mutates_args=())
-def as_cross_entropy_backward(
-    grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor
+def backward(
+    grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
 ) -> Tensor:
     """``grad_rows * (softmax over kept classes - one-hot target)``, exactly 0 in solved and ignored rows."""
-    live, sparse = kept > 1, threshold > -INF
+    live = kept > 1
     label = target.masked_fill(~live, 0)
-    masks = not logits.is_cpu or bool(sparse.any())
+    masks = not logits.is_cpu or bool((threshold > -INF).any())
     chosen = _choose(live)
     make = torch.empty_like if isinstance(chosen, slice) else torch.zeros_like
     grad = make(logits, memory_format=torch.contiguous_format)
@@ -168,7 +170,7 @@ def as_cross_entropy_backward(
         g = scale = grad_rows[rows].unsqueeze(1)
         if masks:
             q.mul_(torch.ge(x, threshold[rows].unsqueeze(1), out=keep))
-            scale = g / q.sum(-1, keepdim=True).masked_fill_(~sparse[rows].unsqueeze(1), 1)
+            scale = g * torch.exp(-norm[rows]).unsqueeze(1)
         q.mul_(scale).scatter_add_(1, label[rows].unsqueeze(1), -g)
         if not logits.is_cpu:
             q.masked_fill_(~live[rows].unsqueeze(1), 0)
@@ -177,24 +179,31 @@ def as_cross_entropy_backward(
     return grad
 
 
+as_cross_entropy = torch.library.custom_op("softsieve::as_cross_entropy", forward, mutates_args=())
+as_cross_entropy_backward = torch.library.custom_op("softsieve::as_cross_entropy_backward", backward, mutates_args=())
+
+
 @as_cross_entropy.register_fake
 def _(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: Tensor, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Outputs:
     row = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits))
     loss = torch.empty_like(row) if reduction == "none" else row.new_empty(())
-    return loss, row, torch.empty_like(row, dtype=torch.long), torch.empty_like(row), torch.empty_like(row)
+    threshold, lse, norm, share = (torch.empty_like(row) for _ in range(4))
+    return loss, threshold, torch.empty_like(row, dtype=torch.long), lse, norm, share
 
 
 @as_cross_entropy_backward.register_fake
-def _(grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor) -> Tensor:
+def _(
+    grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
+) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *_ = inputs
-    _, threshold, kept, _, share = output
-    ctx.save_for_backward(logits, target, threshold, kept, share)
+    _, *scalars = output
+    ctx.save_for_backward(logits, target, *scalars)
     ctx.set_materialize_grads(False)
 
 
@@ -212,9 +221,9 @@ def _save_twice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _double_backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+def _double_backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
     """For gradient penalties and Hessians: plain torch, with temporaries of the size of the logits."""
-    grad_rows, logits, target, threshold, kept = ctx.saved_tensors
+    grad_rows, logits, target, threshold, kept, _, _ = ctx.saved_tensors
     live = (kept > 1).unsqueeze(1)
     label = torch.where(kept > 0, target, 0).unsqueeze(1)
     masked = (logits < threshold.unsqueeze(1)) & live
@@ -222,7 +231,32 @@ def _double_backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor, Tensor, None,
     along = (q * grad_grad).sum(-1, keepdim=True)
     to_rows = (along - live * grad_grad.gather(1, label)).squeeze(1)
     to_logits = grad_rows.unsqueeze(1) * q * (grad_grad - along)
-    return to_rows.to(grad_rows.dtype), to_logits.to(logits.dtype), None, None, None
+    return to_rows.to(grad_rows.dtype), to_logits.to(logits.dtype), None, None, None, None, None
 
 
 as_cross_entropy_backward.register_autograd(_double_backward, setup_context=_save_twice)
+
+
+if find_spec("triton") is not None:
+
+    @as_cross_entropy.register_kernel("cuda")
+    def _(
+        logits: Tensor, target: Tensor, weight: Tensor | None, delta: Tensor, ignore_index: int, reduction: str
+    ) -> Outputs:
+        if logits.dtype == torch.float64:
+            return forward(logits, target, weight, delta, ignore_index, reduction)
+        from softsieve.kernels import cross_entropy_triton
+
+        outputs, valid = cross_entropy_triton.forward(logits, target, weight, float(delta), ignore_index, reduction)
+        torch._assert_async(valid, f"target: expected labels in [0, {logits.shape[1]}) or {ignore_index}")
+        return outputs
+
+    @as_cross_entropy_backward.register_kernel("cuda")
+    def _(
+        grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
+    ) -> Tensor:
+        if logits.dtype == torch.float64:
+            return backward(grad_rows, logits, target, threshold, kept, lse, norm)
+        from softsieve.kernels import cross_entropy_triton
+
+        return cross_entropy_triton.backward(grad_rows, logits, target, threshold, kept, lse, norm)

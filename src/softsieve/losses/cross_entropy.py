@@ -84,7 +84,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
     _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     x, t = _rows(logits.detach(), target)
-    _, threshold, kept, _, _ = kernel.as_cross_entropy(x, t, None, _as_tensor(delta), ignore_index, "none")
+    _, threshold, kept, *_ = kernel.as_cross_entropy(x, t, None, _as_tensor(delta), ignore_index, "none")
     mask: Tensor = (x >= threshold.unsqueeze(1)) & (kept > 0).unsqueeze(1)
     return mask.view(logits.shape)
 
@@ -182,7 +182,7 @@ def as_cross_entropy(
     _checks.weight(weight, logits)
     x, t = _rows(logits, target)
     loss: Tensor
-    loss, threshold, kept, lse, _ = kernel.as_cross_entropy(x, t, weight, _as_tensor(delta), ignore_index, reduction)
+    loss, threshold, kept, lse, *_ = kernel.as_cross_entropy(x, t, weight, _as_tensor(delta), ignore_index, reduction)
     if not torch.is_autocast_enabled(logits.device.type):
         loss = loss.to(logits.dtype)
     if reduction == "none":

@@ -1,0 +1,120 @@
+"""The Triton kernels against the torch version of the same ops: on the GPU where there is one, else interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import distance_to_margin, make
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from softsieve.kernels import cross_entropy as kernel
+from softsieve.kernels.cross_entropy_triton import backward, forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF, NAN = float("inf"), float("nan")
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-4},
+}
+
+
+def both(
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, delta: float = 0.1, reduction: str = "mean"
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Loss, row scalars and gradient by Triton and by torch, on the CPU."""
+    on_device = [None if part is None else part.to(DEVICE) for part in (logits, target, weight)]
+    assert on_device[0] is not None
+    assert on_device[1] is not None
+    if logits.stride(-1) != 1:
+        on_device[0] = on_device[0].T.contiguous().T
+    ours, valid = forward(on_device[0], on_device[1], on_device[2], delta, -100, reduction)
+    assert valid
+    _, *scalars, share = ours
+    grad = backward(share, on_device[0], on_device[1], *scalars)
+    margin = torch.tensor(delta, dtype=torch.float64)
+    truth = [*kernel.as_cross_entropy(logits, target, weight, margin, -100, reduction)]
+    truth.append(kernel.as_cross_entropy_backward(truth[-1], logits, target, *truth[1:-1]))
+    return tuple(part.cpu() for part in (*ours, grad)), tuple(truth)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (37, 123), (5, 4099)])
+@pytest.mark.parametrize("delta", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_agrees_with_torch(shape: tuple[int, int], delta: float, dtype: torch.dtype, weighted: bool) -> None:
+    logits, target = make(*shape)
+    logits = logits.to(dtype)
+    weight = torch.rand(shape[1], dtype=dtype) + 0.1 if weighted else None
+    clear = (distance_to_margin(logits, target, delta) > 1e-6).all(-1)
+    target = target.where(clear, -100)  # what rounding decides may be decided either way
+    assert clear.float().mean() > 0.5
+    for reduction in ("none", "mean", "sum") if shape == (37, 123) else ("mean",):
+        ours, truth = both(logits, target, weight=weight, delta=delta, reduction=reduction)
+        for name, a, b in zip(("loss", "threshold", "kept", "lse", "norm", "share", "grad"), ours, truth, strict=True):
+            assert a.dtype == b.dtype
+            if name != "norm":
+                torch.testing.assert_close(a, b, **TOLERANCE[dtype], msg=f"{name} differs: {a} {b}")
+
+
+def test_the_norm_gives_the_softmax_over_kept_classes_also_far_from_zero() -> None:
+    logits, target = make(37, 50, ignored=0)
+    logits = (logits + 3e4).float()  # lse alone is good to 2e-3 here
+    (_, threshold, _, lse, norm, _, _), _ = both(logits, target)
+    x = logits.double()
+    q = torch.exp((logits - lse.unsqueeze(1)) - norm.unsqueeze(1)).double()
+    truth = x.masked_fill(logits < threshold.unsqueeze(1), -INF).softmax(-1)
+    kept = truth > 0
+    torch.testing.assert_close(q[kept], truth[kept], rtol=2e-5, atol=1e-7)
+
+
+def test_solved_and_ignored_rows_are_exactly_zero() -> None:
+    logits = torch.tensor([[9.0, 0.0, 0.0], [NAN, INF, 0.0], [0.0, 1.0, 0.0]])
+    (loss, _, kept, lse, _, share, grad), _ = both(logits, torch.tensor([0, -100, 2]), reduction="none")
+    assert loss[:2].tolist() == [0, 0]
+    assert kept.tolist() == [1, 0, 3]
+    assert lse[1] == share[1] == 0
+    assert not grad[:2].any()
+    assert grad[2].all()
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.1, 1.0])
+def test_what_is_not_finite(delta: float) -> None:
+    logits = torch.zeros(6, 5)
+    logits[0, 0] = logits[1, 1] = NAN
+    logits[2, 0] = logits[3, 1] = INF
+    logits[4, 0] = -INF  # the target
+    logits[5, 1:4] = -INF
+    ours, truth = both(logits, torch.zeros(6, dtype=torch.long), delta=delta, reduction="none")
+    assert ours[0][:4].isnan().all()
+    for a, b in zip((ours[0], ours[6][4:], ours[2][:1]), (truth[0], truth[6][4:], truth[2][:1]), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    assert ours[6][:4].isnan().any(-1).all()
+
+
+def test_strided_logits() -> None:
+    logits, target = make(20, 30)
+    logits = logits.float()
+    for strided in (logits.T.contiguous().T, logits.repeat_interleave(2, 0)[::2]):
+        ours, truth = both(strided, target)
+        for a, b in zip(ours, truth, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_bad_labels_are_told(bad: int) -> None:
+    logits, target = torch.zeros(3, 5, device=DEVICE), torch.tensor([0, bad, -100], device=DEVICE)
+    _, valid = forward(logits, target, None, 0.1, -100, "mean")
+    assert not valid
+
+
+def test_many_rows_reduce_to_the_same() -> None:
+    logits, target = make(1100, 2)
+    logits = logits.float()
+    ours, truth = both(logits, target)
+    torch.testing.assert_close(ours[0], truth[0])
+    torch.testing.assert_close(ours[5], truth[5])
