@@ -96,6 +96,16 @@ def test_what_is_not_finite(delta: float) -> None:
     assert ours[6][:4].isnan().any(-1).all()
 
 
+def test_a_first_block_of_minus_infinities() -> None:
+    logits, target = make(3, 5000, ignored=0)
+    logits = logits.float()
+    logits[:, :4096] = -INF
+    target[:] = 4500
+    ours, truth = both(logits, target)
+    assert ours[0].isfinite()
+    torch.testing.assert_close((ours[0], ours[6]), (truth[0], truth[6]))
+
+
 def test_strided_logits() -> None:
     logits, target = make(20, 30)
     logits = logits.float()

@@ -19,7 +19,7 @@ from tests.helpers import IGNORED, distance_to_margin, make
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(1, 1), (1, 2), (3, 4), (252, 7), (123, 507), (33, 1031)]
-DELTAS = [0.0, 0.05, 0.1, 0.5, 0.9, 1.0]
+DELTAS = [0.0, 1e-7, 0.05, 0.1, 0.5, 0.9, 1.0]
 REDUCTIONS = ["none", "mean", "sum"]
 
 
@@ -287,6 +287,13 @@ def test_huge_logits_keep_their_digits() -> None:
     loss, stats = as_cross_entropy(logits, target, reduction="none", return_stats=True)
     torch.testing.assert_close(loss, reference.as_cross_entropy(logits, target, reduction="none"))
     torch.testing.assert_close(stats.lse, logits.logsumexp(-1))
+
+
+def test_a_target_too_unlikely_to_be_written_down_is_still_behind() -> None:
+    logits, target = torch.tensor([[0.0, 200.0, -1.0]]), torch.tensor([0])  # exp(-200) is 0 in fp32
+    assert as_keep_mask(logits, target, delta=0.0).tolist() == [[True, True, False]]
+    assert as_keep_mask(logits, target, delta=1e-30).all()
+    assert as_cross_entropy(logits, target, delta=0.0) == 200
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (6,), (2, 3), (2, 1, 3)])

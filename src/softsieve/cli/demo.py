@@ -18,6 +18,7 @@ from softsieve.losses import as_keep_mask
 from softsieve.losses.objectives import Objective, make_objective
 
 BATCH = 32
+WIDTH = 256
 HELD_OUT = 500
 
 
@@ -37,8 +38,9 @@ def _train(objective: Objective, *, seed: int, epochs: int) -> Run:
     test, train = order[:HELD_OUT], order[HELD_OUT:]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), objective.head(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        body = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        model = nn.Sequential(*body, objective.head(WIDTH, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     shares = []
     start = time.perf_counter()
     for _ in range(epochs):
@@ -76,7 +78,7 @@ def _worked_example(console: Console) -> None:
 
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="training runs of each loss")] = 5,
-    epochs: Annotated[int, typer.Option(min=1, help="passes over the training rows in each run")] = 30,
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the training rows in each run")] = 20,
 ) -> None:
     """Train a small classifier with softmax and with AS-Softmax and show what the latter leaves out."""
     console = Console()
