@@ -44,9 +44,11 @@ def _choose(wanted: Tensor) -> Rows:
 
     On an accelerator counting them would stall the queue: there it is always all of them, and callers blank the rest.
     """
-    if not wanted.is_cpu or int(wanted.sum()) == len(wanted):
-        return slice(0, len(wanted))
-    return wanted.nonzero().squeeze(1)
+    everything = slice(0, len(wanted))
+    if not wanted.is_cpu:
+        return everything
+    index = wanted.nonzero().squeeze(1)
+    return everything if len(index) == len(wanted) else index
 
 
 def _sweep(logits: Tensor, rows: Rows, *, scratch: int) -> Iterator[tuple[Rows, Tensor, list[Tensor]]]:
@@ -74,11 +76,12 @@ def _sweep(logits: Tensor, rows: Rows, *, scratch: int) -> Iterator[tuple[Rows, 
         yield block, x, buffers
 
 
-def check_labels(target: Tensor, counted: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Labels (rows,) with 0 for those that do not count, refused outside [0, classes).
+def check_labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Labels (rows,) with 0 for those that are ignored, and which are not; refused outside [0, classes).
 
     Done beside the kernel: a compiled graph cannot look at values before it.
     """
+    counted = target != ignore_index
     label = target.masked_fill(~counted, 0)
     low, high = label.aminmax()
     if not target.is_cpu:
@@ -91,7 +94,7 @@ def check_labels(target: Tensor, counted: Tensor, classes: int, ignore_index: in
             f"target: expected class labels in [0, {classes}) or ignore_index={ignore_index}, "
             f"found {int(target[row])} in row {row}"
         )
-    return label
+    return label, counted
 
 
 def sum_rows(values: Tensor, counted: Tensor) -> Tensor:
@@ -110,20 +113,19 @@ def forward(
     """
     classes, dtype = logits.shape[1], accumulation_dtype(logits)
     margin, largest = float(delta), torch.finfo(dtype).max
-    counted = target != ignore_index
-    label = check_labels(target, counted, classes, ignore_index)
+    label, counted = check_labels(target, classes, ignore_index)
     scalars = logits.new_zeros(len(logits), 4, dtype=dtype)  # ignored rows stay 0
     for rows, x, (a,) in _sweep(logits, _choose(counted), scratch=1):
         t = label[rows].unsqueeze(1)
-        lp = torch.log_softmax(x, -1, out=a).gather(1, t)
-        o = x.gather(1, t)
-        ratio = (-lp).exp_().clamp_(max=largest).mul_(-margin)  # -delta / p_t, at most -1 in a dense row
-        cut = o + ratio.clamp_(min=-1).log1p_()
-        kept = torch.ge(x, cut, out=a).sum(-1, keepdim=True)  # of 0.0 and 1.0, which vectorises: exact to 2^24
-        scalars[rows] = torch.cat((lp, o, cut, kept), 1)
+        nll = torch.log_softmax(x, -1, out=a).gather(1, t).neg_()
+        o_t = x.gather(1, t)
+        ratio = nll.exp().clamp_(max=largest).mul_(-margin)  # -delta / p_t, at most -1 in a dense row
+        threshold = ratio.clamp_(min=-1).log1p_().add_(o_t)
+        kept = torch.ge(x, threshold, out=a).sum(-1, keepdim=True)  # of 0.0 and 1.0, to vectorise: exact to 2^24
+        scalars[rows] = torch.cat((nll, o_t, threshold, kept), 1)
 
-    log_pt, o_t, threshold, kept = scalars.unbind(1)
-    sparse, nll = threshold > -INF, -log_pt
+    nll, o_t, threshold, kept = scalars.unbind(1)
+    sparse = threshold > -INF
     loss = nll.masked_fill(sparse, 0)
     for rows, x, (p, keep) in _sweep(logits, _choose(sparse & (kept > 1)), scratch=2):
         t = label[rows].unsqueeze(1)
@@ -131,11 +133,12 @@ def forward(
         torch.ge(x, threshold[rows].unsqueeze(1), out=keep).scatter_(1, t, 0)
         ratio = p.mul_(keep).sum(-1, keepdim=True).div_(p_t)  # kept rivals over the target
         loss[rows] = torch.where(sparse[rows], torch.minimum(ratio.log1p_().squeeze(1), nll[rows]), nll[rows])
-    lse = o_t - log_pt  # loses digits where the target is far below the rest: look again there
-    for rows, x, _ in _sweep(logits, _choose(~(log_pt > -64)), scratch=0):
+    lse = o_t + nll  # loses digits where the target is far below the rest: look again there
+    for rows, x, _ in _sweep(logits, _choose(~(nll < 64)), scratch=0):
         lse[rows] = x.logsumexp(-1)
-    norm = (loss - nll).masked_fill_(~sparse, 0)
-    kept = kept.masked_fill(~sparse, classes)
+    dense = ~sparse
+    norm = (loss - nll).masked_fill_(dense, 0)
+    kept = kept.masked_fill(dense, classes).long()
     if not logits.is_cpu:
         for scalar in (loss, threshold, kept, lse, norm):
             scalar.masked_fill_(~counted, 0)
@@ -151,7 +154,7 @@ def forward(
     if reduction == "mean":
         total = total.masked_fill(total == 0, 1)
         loss, share = loss / total, share / total
-    return loss, threshold.clone(), kept.long(), lse, norm, share
+    return loss, threshold.clone(), kept, lse, norm, share
 
 
 def backward(
@@ -159,7 +162,7 @@ def backward(
 ) -> Tensor:
     """``grad_rows * (softmax over kept classes - one-hot target)``, exactly 0 in solved and ignored rows."""
     live = kept > 1
-    label = target.masked_fill(~live, 0)
+    label = target if logits.is_cpu else target.masked_fill(~live, 0)
     masks = not logits.is_cpu or bool((threshold > -INF).any())
     chosen = _choose(live)
     make = torch.empty_like if isinstance(chosen, slice) else torch.zeros_like

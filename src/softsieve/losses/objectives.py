@@ -68,9 +68,7 @@ class SingleLabel(Objective):
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         _checks.logits(logits)
         _checks.target(target, logits)
-        flat = target.reshape(-1).long()
-        counted = flat != self.ignore_index
-        label = check_labels(flat, counted, logits.shape[-1], self.ignore_index)
+        label, counted = check_labels(target.reshape(-1).long(), logits.shape[-1], self.ignore_index)
         rows = self.rows(logits.reshape(-1, logits.shape[-1]), label)
         if self.reduction == "none":
             return Outcome(torch.where(counted, rows, 0).view(target.shape))
