@@ -34,6 +34,7 @@ def worker(rank: int, folder: str) -> None:
     inputs, target = (part.chunk(WORLD)[rank] for part in batch())
     ASCrossEntropyLoss(0.1)(parallel(inputs), target).backward()
     torch.save(parallel.module.weight.grad, f"{folder}/grad{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
