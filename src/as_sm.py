@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from softsieve.losses import _checks
 from softsieve.losses.cross_entropy import as_keep_mask
 from softsieve.losses.multilabel import multilabel_keep_masks, multilabel_rows, positives
 
@@ -59,6 +60,7 @@ class Multi_label_AS_Softmax(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Where a class would be kept as a negative, and where as a positive, each (rows, classes)."""
+        _checks.number("delta", self.delta, 0, 1)
         return multilabel_keep_masks(logits, positives(labels), self.delta)
 
     def as_multilabel_categorical_crossentropy(

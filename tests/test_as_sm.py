@@ -97,3 +97,11 @@ def test_float_labels_serve() -> None:
     masks = softmax(LOGITS, FLAGS.float())
     loss = softmax.as_multilabel_categorical_crossentropy(LOGITS, FLAGS.float(), *masks)
     assert f"{loss:.4f}" == "2.0778"
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.1, float("nan")])
+def test_a_bad_margin_is_refused(delta: float) -> None:
+    with pytest.raises(ValueError, match="delta: expected a number in"):
+        AS_Softmax(delta)(LOGITS, LABELS)
+    with pytest.raises(ValueError, match="delta: expected a number in"):
+        Multi_label_AS_Softmax(delta)(LOGITS, FLAGS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from softsieve import ASCrossEntropyLoss, as_cross_entropy, as_keep_mask, as_multilabel_loss
+from softsieve import ASCrossEntropyLoss, ASMultiLabelLoss, as_cross_entropy, as_keep_mask, as_multilabel_loss
 from tests.helpers import make
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -49,14 +49,16 @@ def test_whole_graphs_with_the_same_results(backend: str) -> None:
     assert torch.equal(mask(logits), as_keep_mask(logits, target))
 
 
-def test_a_delta_that_moves_is_not_compiled_anew() -> None:
+@pytest.mark.parametrize("criterion", [ASCrossEntropyLoss(1.0), ASMultiLabelLoss(1.0)])
+def test_a_delta_that_moves_is_not_compiled_anew(criterion: ASCrossEntropyLoss | ASMultiLabelLoss) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    criterion = ASCrossEntropyLoss(1.0)
     logits, target = make(20, 5)
+    if isinstance(criterion, ASMultiLabelLoss):
+        target = torch.randint(2, (20, 5))
     step = torch.compile(criterion, fullgraph=True, backend=counter)
     for i in range(20):
         criterion.delta = 1 - 0.04 * i
-        torch.testing.assert_close(step(logits, target), as_cross_entropy(logits, target, delta=criterion.delta))
+        torch.testing.assert_close(step(logits, target), criterion(logits, target))
     assert counter.frame_count <= 2  # once for the first value, once for any
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name need not lead anywhere
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     parallel = DistributedDataParallel(model())
     inputs, target = (part.chunk(WORLD)[rank] for part in batch())
