@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from softsieve.bench import record
 from softsieve.bench.measure import peak_bytes, times
-from softsieve.bench.record import write_record
+from softsieve.bench.record import provenance, write_record
 
 
 def test_times_tells_slow_from_fast_and_takes_turns() -> None:
@@ -40,6 +41,12 @@ def test_peak_bytes_lets_errors_through_and_survives_them() -> None:
     with pytest.raises(ZeroDivisionError):
         peak_bytes(lambda: 1 / 0)
     assert peak_bytes(lambda: torch.ones(256)) >= 1024
+
+
+def test_the_commit_of_a_copy_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTSIEVE_COMMIT", "abc")
+    monkeypatch.setattr(record, "_git", lambda *arguments: None)
+    assert provenance()["commit"] == "abc"
 
 
 def test_a_record_that_fails_leaves_the_last_one_as_it_was(tmp_path: Path) -> None:

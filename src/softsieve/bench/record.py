@@ -39,6 +39,8 @@ def _processor() -> str:
 def provenance() -> dict[str, Any]:
     """Commit, versions and machine of a measurement made now.
 
+    Where the source is no checkout (a copy on another machine), the commit is what SOFTSIEVE_COMMIT says.
+
     Example:
         >>> sorted(provenance())
         ['commit', 'date', 'gpu', 'machine', 'modified', 'versions']
@@ -46,7 +48,7 @@ def provenance() -> dict[str, Any]:
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "--verify", "HEAD") or os.environ.get("SOFTSIEVE_COMMIT"),
         "modified": None if status is None else bool(status),
         "versions": {
             "python": platform.python_version(),
