@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softsieve import as_cross_entropy, as_keep_mask, reference
 from softsieve.bench.measure import peak_bytes
-from softsieve.kernels import cross_entropy as kernel
+from softsieve.kernels import cross_entropy_torch as kernel
 from tests.helpers import IGNORED, distance_to_margin, make
 
 INF, NAN = float("inf"), float("nan")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softsieve import as_cross_entropy, as_keep_mask, as_multilabel_loss, reference
-from softsieve.kernels import cross_entropy as kernel
+from softsieve.kernels import cross_entropy_torch as kernel
 from tests.helpers import IGNORED, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,7 +1,6 @@
 """AS cross-entropy over the rows of a logits matrix in Triton: two launches forward, one backward.
 
-The same outputs as the torch version in `kernels.cross_entropy`, which says what they mean, for logits of fp32 and
-narrower. Runs under Triton's interpreter too.
+For logits of fp32 and narrower. `kernels.cross_entropy` says what goes in and out. Runs under Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def _settings(classes: int) -> dict[str, int]:
 def forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """What the custom op returns, and whether all labels are valid."""
+    """Loss, threshold, kept, lse, norm and share, and whether all labels are valid."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, classes = logits.shape
     loss, threshold, lse, norm, share = (logits.new_empty(rows, dtype=torch.float32) for _ in range(5))
@@ -149,7 +148,7 @@ def forward(
 def backward(
     grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
 ) -> Tensor:
-    """Gradient of the logits, as the custom op returns it."""
+    """Gradient of the logits."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, classes = logits.shape
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)

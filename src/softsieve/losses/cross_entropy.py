@@ -41,11 +41,6 @@ def _rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
 
 
-def _as_tensor(delta: float) -> Tensor:
-    """``delta`` as the kernel wants it. By a product: of the ways to say this, the one torch.compile keeps dynamic."""
-    return torch.ones((), dtype=torch.float64) * delta
-
-
 def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
     r"""The classes that AS-Softmax keeps: those the target does not yet beat by more than ``delta``.
 
@@ -84,7 +79,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
     _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     x, t = _rows(logits.detach(), target)
-    _, threshold, kept, *_ = kernel.as_cross_entropy(x, t, None, _as_tensor(delta), ignore_index, "none")
+    _, threshold, kept, *_ = kernel.as_cross_entropy(x, t, None, delta, ignore_index, "none")
     mask: Tensor = (x >= threshold.unsqueeze(1)) & (kept > 0).unsqueeze(1)
     return mask.view(logits.shape)
 
@@ -182,12 +177,12 @@ def as_cross_entropy(
     _checks.weight(weight, logits)
     x, t = _rows(logits, target)
     loss: Tensor
-    loss, threshold, kept, lse, *_ = kernel.as_cross_entropy(x, t, weight, _as_tensor(delta), ignore_index, reduction)
+    loss, threshold, kept, lse, *_ = kernel.as_cross_entropy(x, t, weight, delta, ignore_index, reduction)
     if not torch.is_autocast_enabled(logits.device.type):
         loss = loss.to(logits.dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
-    stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse.detach())
+    stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse)
     return loss, ASStats(*(s.view(target.shape) for s in stats))
