@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -29,16 +30,22 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 6, dtype=torch.float64) * 3, target
 
 
+def gradient(rank: int) -> torch.Tensor:
+    parallel = DistributedDataParallel(model())
+    inputs, target = (part.chunk(WORLD)[rank] for part in batch())
+    ASCrossEntropyLoss(0.1)(parallel(inputs), target).backward()
+    grad = parallel.module.weight.grad
+    assert isinstance(grad, torch.Tensor)
+    return grad
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name need not lead anywhere
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
-    parallel = DistributedDataParallel(model())
-    inputs, target = (part.chunk(WORLD)[rank] for part in batch())
-    ASCrossEntropyLoss(0.1)(parallel(inputs), target).backward()
-    torch.save(parallel.module.weight.grad, f"{folder}/grad{rank}.pt")
-    dist.barrier()
+    torch.save(gradient(rank), f"{folder}/grad{rank}.pt")
+    gc.collect()  # what still holds the group would keep its threads alive past the interpreter, which aborts them
     dist.destroy_process_group()
 
 

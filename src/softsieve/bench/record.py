@@ -45,10 +45,11 @@ def provenance() -> dict[str, Any]:
         >>> sorted(provenance())
         ['commit', 'date', 'gpu', 'machine', 'modified', 'versions']
     """
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    commit = _git("rev-parse", "--verify", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--verify", "HEAD") or os.environ.get("SOFTSIEVE_COMMIT"),
+        "commit": commit or os.environ.get("SOFTSIEVE_COMMIT"),
         "modified": None if status is None else bool(status),
         "versions": {
             "python": platform.python_version(),

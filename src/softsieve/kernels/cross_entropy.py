@@ -5,7 +5,7 @@ logit_j >= threshold. It follows from p_t - p_j <= delta by dividing by p_t:
 
     threshold = logit_t + log(1 - delta / p_t)    where p_t > delta (a sparse row), else -inf (a dense row)
 
-so the target and its ties are kept whatever the rounding. A NaN in a row makes its threshold, loss and gradient NaN.
+so the target and its ties are kept whatever the rounding. A NaN makes its row dense, and loss and gradient NaN.
 
 The kernels are in `cross_entropy_torch` (any device) and `cross_entropy_triton` (CUDA). They are reached in two ways,
 with the same derivatives: as registered custom ops by compiled graphs and tensor subclasses, and by an

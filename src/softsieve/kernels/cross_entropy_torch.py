@@ -122,6 +122,7 @@ def forward(
     for rows, x, _ in _sweep(logits, _choose(~(nll < 64)), scratch=0):
         lse[rows] = x.logsumexp(-1)
     dense = ~sparse
+    threshold = threshold.masked_fill(dense, -INF)  # not NaN
     norm = (loss - nll).masked_fill_(dense, 0)
     kept = kept.masked_fill(dense, classes).long()
     if not logits.is_cpu:
@@ -139,7 +140,7 @@ def forward(
     if reduction == "mean":
         total = total.masked_fill(total == 0, 1)
         loss, share = loss / total, share / total
-    return loss, threshold.clone(), kept, lse, norm, share
+    return loss, threshold, kept, lse, norm, share
 
 
 def backward(

@@ -133,6 +133,8 @@ def forward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
     """Loss, threshold, kept, lse, norm and share, and whether all labels are valid."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    target = target.contiguous()
+    weight = None if weight is None else weight.contiguous()
     rows, classes = logits.shape
     loss, threshold, lse, norm, share = (logits.new_empty(rows, dtype=torch.float32) for _ in range(5))
     kept = logits.new_empty(rows, dtype=torch.long)
@@ -154,6 +156,16 @@ def backward(
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     settings = _settings(classes)
     _backward[(rows, triton.cdiv(classes, settings["BLOCK"]))](
-        grad, grad_rows.contiguous(), logits, target, threshold, kept, lse, norm, logits.stride(0), classes, **settings
+        grad,
+        grad_rows.contiguous(),
+        logits,
+        target.contiguous(),
+        threshold,
+        kept,
+        lse,
+        norm,
+        logits.stride(0),
+        classes,
+        **settings,
     )
     return grad
