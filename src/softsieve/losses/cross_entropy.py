@@ -136,8 +136,8 @@ def as_cross_entropy(
 
     without the mask, the masked logits or any other temporary of the size of the logits. The mask is a constant to
     autograd: a masked class has gradient exactly 0, and a row in which only the target is kept (*solved*) has loss and
-    gradient exactly 0. With ``delta=1`` this is `F.cross_entropy`: the same bits in fp32 and fp64. Sums are taken in
-    fp32 for fp16 and bf16 logits, where `F.cross_entropy` on a CPU sums in 16 bits.
+    gradient exactly 0. With ``delta=1`` this is `F.cross_entropy`: the same bits in fp32 and fp64 on a CPU, the same to
+    rounding elsewhere. Sums over fp16 and bf16 logits are taken in fp32, where `F.cross_entropy` on a CPU uses 16 bits.
 
     Args:
         logits: scores before the softmax, fp16, bf16, fp32 or fp64.
