@@ -38,6 +38,7 @@ def losses(
     shape: Annotated[list[str], typer.Option(help="ROWSxCLASSES; may be given several times")] = [  # noqa: B006
         "4096x30522",
         "65536x150",
+        "1024x1000",
     ],
     solved: Annotated[list[float], typer.Option(min=0, max=1, help="share of rows made solved; several")] = [  # noqa: B006
         0.0,
