@@ -1,4 +1,4 @@
-"""What several tests need: inputs away from rounding, and a context that sees every dtype and shape."""
+"""What several tests need: rows of all kinds, and how far they are from being decided the other way."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 
 from softsieve import ASCrossEntropyLoss, ASMultiLabelLoss, as_cross_entropy, as_keep_mask, as_multilabel_loss
 from tests.helpers import make
@@ -70,6 +71,20 @@ def test_bad_labels_are_refused_in_compiled_code_too(loss: Any, bad: Tensor) -> 
     compiled = torch.compile(lambda x, t: loss(x, t), fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="target: expected"):
         compiled(torch.zeros(2, 3), bad)
+
+
+def test_fake_tensors_go_through_the_ops() -> None:
+    with FakeTensorMode():
+        logits = torch.randn(4, 5, requires_grad=True)
+        loss, stats = as_cross_entropy(logits, torch.zeros(4, dtype=torch.long), return_stats=True)
+        (grad,) = torch.autograd.grad(loss, logits)
+    assert (loss.shape, stats.kept.dtype, grad.shape) == ((), torch.int64, (4, 5))
+
+
+def test_function_transforms_take_the_gradient() -> None:
+    logits, target = make(12, 5)
+    gradient = torch.func.grad(lambda x: as_cross_entropy(x, target))(logits)
+    torch.testing.assert_close(gradient, value_and_grad(lambda x: as_cross_entropy(x, target), logits)[1])
 
 
 def test_the_ops_pass_the_checks_of_torch() -> None:
