@@ -60,6 +60,8 @@ class Multi_label_AS_Softmax(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Where a class would be kept as a negative, and where as a positive, each (rows, classes)."""
+        _checks.logits(logits)
+        _checks.target(labels, logits, multilabel=True)
         _checks.number("delta", self.delta, 0, 1)
         return multilabel_keep_masks(logits, positives(labels), self.delta)
 

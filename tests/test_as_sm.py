@@ -105,3 +105,8 @@ def test_a_bad_margin_is_refused(delta: float) -> None:
         AS_Softmax(delta)(LOGITS, LABELS)
     with pytest.raises(ValueError, match="delta: expected a number in"):
         Multi_label_AS_Softmax(delta)(LOGITS, FLAGS)
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="target: expected shape"):
+        Multi_label_AS_Softmax(0.1)(LOGITS, FLAGS[:2])

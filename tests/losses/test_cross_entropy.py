@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,6 +283,29 @@ def test_minus_inf_of_the_target_is_an_infinite_loss_with_a_finite_gradient() ->
     )
 
 
+@pytest.mark.parametrize("delta", [0.0, 0.1, 1.0])
+def test_a_loss_beyond_all_numbers_has_a_finite_gradient(delta: float) -> None:
+    logits, target = torch.tensor([[-3e38, 3e38, 0.0]]), torch.tensor([0])
+    assert as_cross_entropy(logits, target, delta=delta) == INF
+    assert grad_of(lambda x: as_cross_entropy(x, target, delta=delta, reduction="sum"), logits).tolist() == [
+        [-0.5, 0.5, 0]
+    ]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_weight_of_a_class_that_does_not_occur_may_be_anything(reduction: str) -> None:
+    logits, target = torch.randn(2, 3), torch.tensor([1, -100])
+    weights = torch.tensor([INF, 2.0, NAN]), torch.tensor([1.0, 2.0, 1.0])
+    odd, plain = (as_cross_entropy(logits, target, weight=w, reduction=reduction) for w in weights)
+    assert torch.equal(odd, plain)
+
+
+@pytest.mark.parametrize("delta", [Fraction(1, 4), np.float32(0.25)])
+def test_any_real_number_is_a_margin(delta: Any) -> None:
+    logits, target = make(20, 5)
+    assert torch.equal(as_cross_entropy(logits, target, delta=delta), as_cross_entropy(logits, target, delta=0.25))
+
+
 def test_huge_logits_keep_their_digits() -> None:
     logits = torch.tensor([[1e4, 1e4 + 1, 1e4 - 2], [-1e9, 3.0, 1.0]])
     target = torch.tensor([0, 0])
@@ -383,11 +408,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"delta": True}, TypeError, "delta: expected a number, found bool"),
     ({"ignore_index": 0.5}, TypeError, "ignore_index: expected an int, found float"),
     ({"ignore_index": None}, TypeError, "ignore_index: expected an int, found NoneType"),
+    ({"ignore_index": 2**70}, ValueError, r"ignore_index: expected an int in \[.*\], found 1180591620717411303424"),
+    ({"logits": torch.eye(3, 4).to_sparse()}, TypeError, "logits: expected a dense tensor, found torch.sparse_coo"),
 ]
 BAD_LOSS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reduction": "avg"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', found 'avg'"),
     ({"reduction": None}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', found None"),
-    ({"weight": [1.0] * 4}, TypeError, "weight: expected a torch.Tensor or None, found list"),
+    ({"reduction": torch.tensor([1, 2])}, ValueError, "reduction: expected one of"),
+    ({"weight": [1.0] * 4}, TypeError, "weight: expected a torch.Tensor, found list"),
+    ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "weight: expected constants, found a tensor that req"),
     ({"weight": torch.ones(4, dtype=torch.long)}, TypeError, "weight: expected a floating-point dtype"),
     ({"weight": torch.ones(3)}, ValueError, r"weight: expected shape \(4,\), one a class, found \(3,\)"),
     ({"weight": torch.ones(4, device="meta")}, ValueError, "weight: expected device cpu.* found meta"),

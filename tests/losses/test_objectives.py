@@ -164,6 +164,7 @@ def test_bad_names_options_and_labels_are_refused() -> None:
     bad: list[tuple[str, dict[str, Any]]] = [
         ("t-softmax", {"temperature": 0}),
         ("sparse-softmax", {"k": 0}),
+        ("t-softmax", {"temperature": float("nan")}),
         ("label-smoothing", {"smoothing": 2}),
         ("am-softmax", {"scale": -1}),
         ("am-softmax", {"margin": 3}),

@@ -110,7 +110,7 @@ def forward(
         scalars[rows] = torch.cat((nll, o_t, threshold, kept), 1)
 
     nll, o_t, threshold, kept = scalars.unbind(1)
-    sparse = threshold > -INF
+    sparse = (threshold > -INF) & (nll < INF)
     loss = nll.masked_fill(sparse, 0)
     for rows, x, (p, keep) in _sweep(logits, _choose(sparse & (kept > 1)), scratch=2):
         t = label[rows].unsqueeze(1)
@@ -132,7 +132,7 @@ def forward(
     share = counted.to(dtype)
     total = counted.sum()
     if weight is not None:
-        share = weight.to(dtype)[label] * share
+        share = weight.to(dtype)[label].masked_fill_(~counted, 0)
         loss = loss * share
         total = sum_rows(share, counted)
     if reduction != "none":

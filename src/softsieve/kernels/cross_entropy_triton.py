@@ -57,7 +57,7 @@ def _forward(
             nll = -log_pt
             ratio = -delta * tl.minimum(tl.exp(nll), LARGEST)  # -delta / p_t, at most -1 in a dense row
             cut = o + tl.log(1.0 + tl.maximum(ratio, -1.0))
-            cut = tl.where((log_pt == log_pt) & (ratio > -1.0), cut, -float("inf")).to(tl.float32)
+            cut = tl.where((log_pt > -float("inf")) & (ratio > -1.0), cut, -float("inf")).to(tl.float32)
             if cut > -float("inf"):
                 rivals = tl.zeros((), tl.float32)
                 for start in range(0, classes, BLOCK):

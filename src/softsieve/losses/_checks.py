@@ -28,14 +28,32 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
-    if value not in (allowed := tuple(allowed)):
+    allowed = tuple(allowed)
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
+
+
+def whole_number(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected an int in [{low}, {high}], found {value}")
+
+
+def ignore_index(value: int) -> None:
+    whole_number("ignore_index", value, -(2**63), 2**63 - 1)
+
+
+def _plain_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, found {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, found {value.layout}")
 
 
 def logits(value: Tensor) -> None:
     """Refuse what is not a non-empty floating-point tensor (..., classes)."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"logits: expected a torch.Tensor, found {type(value).__name__}")
+    _plain_tensor("logits", value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"logits: expected a floating-point dtype, found {value.dtype}")
     if value.ndim == 0 or value.numel() == 0:
@@ -44,8 +62,7 @@ def logits(value: Tensor) -> None:
 
 def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
     """Refuse targets that do not fit ``like``, the logits: one integer a row, or one 0/1 a class for multi-label."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"target: expected a torch.Tensor, found {type(value).__name__}")
+    _plain_tensor("target", value)
     allowed = (torch.bool, *_INTEGER, *_FLOATING) if multilabel else _INTEGER
     if value.dtype not in allowed:
         what = "0/1 flags" if multilabel else "integer class labels (class probabilities are not supported)"
@@ -62,18 +79,14 @@ def weight(value: Tensor | None, like: Tensor) -> None:
     """Refuse class weights other than one floating-point number a class."""
     if value is None:
         return
-    if not isinstance(value, Tensor):
-        raise TypeError(f"weight: expected a torch.Tensor or None, found {type(value).__name__}")
+    _plain_tensor("weight", value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"weight: expected a floating-point dtype, found {value.dtype}")
     if value.shape != like.shape[-1:]:
         raise ValueError(f"weight: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
+    if value.requires_grad:
+        raise ValueError("weight: expected constants, found a tensor that requires a gradient")
     same_device("weight", value, like)
-
-
-def ignore_index(value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"ignore_index: expected an int, found {type(value).__name__}")
 
 
 def same_device(name: str, value: Tensor, like: Tensor) -> None:

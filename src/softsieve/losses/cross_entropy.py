@@ -76,7 +76,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
     """
     _checks.logits(logits)
     _checks.target(target, logits)
-    _checks.number("delta", delta, 0, 1)
+    delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     x, t = _rows(logits.detach(), target)
     _, threshold, kept, *_ = kernel.as_cross_entropy(x, t, None, delta, ignore_index, "none")
@@ -136,15 +136,16 @@ def as_cross_entropy(
 
     without the mask, the masked logits or any other temporary of the size of the logits. The mask is a constant to
     autograd: a masked class has gradient exactly 0, and a row in which only the target is kept (*solved*) has loss and
-    gradient exactly 0. With ``delta=1`` this is `F.cross_entropy`: the same bits in fp32 and fp64 on a CPU, the same to
-    rounding elsewhere. Sums over fp16 and bf16 logits are taken in fp32, where `F.cross_entropy` on a CPU uses 16 bits.
+    gradient exactly 0. With ``delta=1`` the loss is that of `F.cross_entropy`: the same bits in fp32 and fp64 on a CPU,
+    the same to rounding elsewhere. Sums over fp16 and bf16 logits are taken in fp32, where `F.cross_entropy` on a CPU
+    uses 16 bits.
 
     Args:
         logits: scores before the softmax, fp16, bf16, fp32 or fp64.
         target: class labels, any integer dtype.
         delta: margin in [0, 1] by which the target must beat a class to mask it. May change from call to call.
         ignore_index: label of rows that add nothing to loss, gradient or statistics; any integer.
-        reduction: ``"none"``, ``"mean"`` (over the rows that count; 0 if there are none) or ``"sum"``.
+        reduction: ``"none"``, ``"mean"`` (over the rows that count; 0 if they weigh nothing) or ``"sum"``.
         weight: weight of each class; a row is weighted by that of its target, and the mean is a weighted mean.
         return_stats: also return `ASStats`.
 
@@ -171,7 +172,7 @@ def as_cross_entropy(
     """
     _checks.logits(logits)
     _checks.target(target, logits)
-    _checks.number("delta", delta, 0, 1)
+    delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.weight(weight, logits)

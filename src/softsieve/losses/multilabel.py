@@ -82,7 +82,7 @@ def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, re
     """
     _checks.logits(logits)
     _checks.target(target, logits, multilabel=True)
-    _checks.number("delta", delta, 0, 1)
+    delta = _checks.number("delta", delta, 0, 1)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     positive = positives(target)
     keep_negative, keep_positive = multilabel_keep_masks(logits, positive, delta)

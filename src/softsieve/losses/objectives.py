@@ -105,7 +105,7 @@ class SparseSoftmax(SingleLabel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.number("k", self.k, 1)
+        _checks.whole_number("k", self.k, 1, 2**63 - 1)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         top = logits.topk(min(self.k, logits.shape[-1]), -1).indices
