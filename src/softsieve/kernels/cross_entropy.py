@@ -160,9 +160,7 @@ def as_cross_entropy(
         reduction: "none", "mean" or "sum".
     """
     if _by_op(logits):
-        margin = (
-            torch.ones((), dtype=torch.float64) * delta
-        )  # of the ways to write this, one that compiles for any delta
+        margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
     else:
         outputs = _Forward.apply(logits, target, weight, delta, ignore_index, reduction)  # type: ignore[no-untyped-call]
