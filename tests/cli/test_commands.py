@@ -55,6 +55,7 @@ def test_bench_losses_writes_results_with_their_provenance(tmp_path: Path) -> No
         (["--solved", "-1"], "--solved"),
         (["--repeats", "0"], "--repeats"),
         (["--device", "tpu"], "expected cpu"),
+        (["--out", "."], "is a directory"),
     ],
 )
 def test_bench_refuses_bad_options(arguments: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Forward + backward of the losses on logits: softsieve and the published way of writing it against F.cross_entropy."""
+"""Forward + backward of the losses on logits: softsieve, and the same in plain torch, against F.cross_entropy."""
 
 from __future__ import annotations
 

@@ -49,9 +49,11 @@ def losses(
     dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="timed runs of each method, taken in turns")] = 15,
-    out: Annotated[Path | None, typer.Option(help="write the results with their provenance to this JSON file")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the results with their provenance to this JSON file", dir_okay=False)
+    ] = None,
 ) -> None:
-    """Time and peak memory of forward + backward: softsieve and the published code against F.cross_entropy."""
+    """Time and peak memory of forward + backward: softsieve, and the same in plain torch, against F.cross_entropy."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, found {dtype!r}", param_hint="--dtype")
     if device not in (devices := ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]):

@@ -146,7 +146,7 @@ def forward(
 def backward(
     grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
 ) -> Tensor:
-    """Gradient of the logits."""
+    """Gradient of the logits. ``lse`` is for kernels that have no fast softmax to call."""
     live = kept > 1
     label = target if logits.is_cpu else target.masked_fill(~live, 0)
     masks = not logits.is_cpu or bool((threshold > -INF).any())

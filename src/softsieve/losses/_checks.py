@@ -1,7 +1,7 @@
 """What the public losses refuse, each with the argument, what was expected and what was found.
 
-Only types, shapes and options are checked here; label values are checked where they are read (`kernels.as_rows`,
-`losses.multilabel`), because a compiled graph cannot branch on them.
+Only types, shapes and options are checked here; label values are checked where they are read
+(`kernels.cross_entropy_torch`, `losses.multilabel`), because a compiled graph cannot branch on them.
 """
 
 from __future__ import annotations

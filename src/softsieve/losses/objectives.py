@@ -53,7 +53,7 @@ class Objective(ABC):
 
 @dataclass(kw_only=True)
 class SingleLabel(Objective):
-    """One label a row, some of which may be ignored. A rival says only what a row costs."""
+    """One label a row, some of which may be ignored."""
 
     ignore_index: int = -100
 
@@ -61,9 +61,13 @@ class SingleLabel(Objective):
         super().__post_init__()
         _checks.ignore_index(self.ignore_index)
 
+
+class Rival(SingleLabel):
+    """A loss that says only what a row costs."""
+
+    @abstractmethod
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         """Loss of every row of logits (rows, classes) with labels (rows,), all of them classes."""
-        raise TypeError(f"{type(self).__name__} does not say what a row costs")
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         _checks.logits(logits)
@@ -76,7 +80,7 @@ class SingleLabel(Objective):
         return Outcome(total if self.reduction == "sum" else total / counted.sum().clamp_min(1))
 
 
-class Softmax(SingleLabel):
+class Softmax(Rival):
     """Plain cross-entropy."""
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ class Softmax(SingleLabel):
 
 
 @dataclass(kw_only=True)
-class TSoftmax(SingleLabel):
+class TSoftmax(Rival):
     """Cross-entropy of ``logits / temperature``."""
 
     temperature: float = 2.0
@@ -98,7 +102,7 @@ class TSoftmax(SingleLabel):
 
 
 @dataclass(kw_only=True)
-class SparseSoftmax(SingleLabel):
+class SparseSoftmax(Rival):
     """Cross-entropy over the ``k`` largest logits and the target (arXiv 2112.12433)."""
 
     k: int = 10
@@ -113,7 +117,7 @@ class SparseSoftmax(SingleLabel):
         return F.cross_entropy(torch.where(keep, logits, -INF), target, reduction="none")
 
 
-class _FromEntmax(SingleLabel):
+class _FromEntmax(Rival):
     """A loss of the ``entmax`` package, missed when the objective is made, not in the middle of training."""
 
     function: ClassVar[str]
@@ -143,7 +147,7 @@ class Entmax15(_FromEntmax):
 
 
 @dataclass(kw_only=True)
-class LabelSmoothing(SingleLabel):
+class LabelSmoothing(Rival):
     """Cross-entropy against the target mixed with the uniform distribution."""
 
     smoothing: float = 0.1
@@ -170,7 +174,7 @@ class CosineHead(nn.Module):
 
 
 @dataclass(kw_only=True)
-class AMSoftmax(SingleLabel):
+class AMSoftmax(Rival):
     """Additive margin softmax (arXiv 1801.05599): the target's cosine must win by ``margin``.
 
     Its logits come from its own head, a `CosineHead`; the margin is taken off the target in the loss only, so a trained
