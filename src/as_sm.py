@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from softsieve.losses import _checks
+from softsieve import _checks
 from softsieve.losses.cross_entropy import as_keep_mask
 from softsieve.losses.multilabel import multilabel_keep_masks, multilabel_rows, positives
 

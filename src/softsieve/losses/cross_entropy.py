@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from softsieve.kernels import cross_entropy as kernel
-from softsieve.losses import _checks
+from softsieve import _checks
 
 
 class ASStats(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from softsieve.losses import _checks
+from softsieve import _checks
 from softsieve.losses.cross_entropy import ASStats, as_cross_entropy
 from softsieve.losses.multilabel import as_multilabel_loss
 

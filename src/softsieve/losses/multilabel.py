@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softsieve.losses import _checks
+from softsieve import _checks
 
 INF = float("inf")
 

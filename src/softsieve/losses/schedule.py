@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from softsieve.losses import _checks
+from softsieve import _checks
 
 SHAPES = ("linear", "cosine")
 

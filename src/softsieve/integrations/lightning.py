@@ -1,0 +1,244 @@
+"""AS-Softmax in Lightning: callbacks for the margin's schedule, for AS-Speed and for skipping solved rows.
+
+The loss itself is a criterion like any other. Callbacks that go by solved rows read them from what ``training_step``
+returns: ``{"loss": loss, "solved": stats.solved, "index": index}``, one flag and one row index a row of the batch.
+Learning rates that move every step stay in step with the epochs, however few optimizer steps are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from softsieve.errors import InputError
+from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
+from softsieve.losses.schedule import DeltaSchedule
+from softsieve.training.sampler import SolvedSampler
+from softsieve.training.speed import ASSpeed
+
+
+def _reported(outputs: Any, name: str) -> Tensor:
+    if not isinstance(outputs, dict) or name not in outputs:
+        found = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise InputError(f"training_step: expected a dict with {name!r}, found {found}")
+    value: Tensor = outputs[name]
+    return value
+
+
+def _catch_up(trainer: Trainer, batch_idx: int, steps: float) -> None:
+    """Bring learning rates that move every step to where ``steps`` an epoch would have them by now."""
+    if trainer.max_steps != -1 or steps == float("inf") or batch_idx % trainer.accumulate_grad_batches:
+        return  # with max_steps the schedule is as long as the optimizer steps really made
+    nominal = trainer.current_epoch * steps + batch_idx * steps // trainer.num_training_batches
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            while config.scheduler.last_epoch < nominal // config.frequency:
+                config.scheduler.step()  # type: ignore[call-arg]
+
+
+class DeltaCallback(Callback):
+    """Brings the margin of the AS losses in the module down from ``initial_delta`` to ``delta``.
+
+    Args:
+        delta: margin at the end.
+        initial_delta: margin at the start; 1 is plain softmax.
+        ratio: share of training spent on the way.
+
+    Example::
+
+        Trainer(max_epochs=10, callbacks=[DeltaCallback(delta=0.1, ratio=0.2)])
+    """
+
+    def __init__(self, delta: float = 0.1, *, initial_delta: float = 1.0, ratio: float = 0.0) -> None:
+        self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.losses = [m for m in pl_module.modules() if isinstance(m, ASCrossEntropyLoss | ASMultiLabelLoss)]
+        if not self.losses:
+            raise InputError("DeltaCallback: expected an AS loss among the modules of the model, found none")
+        if trainer.max_steps == -1 and trainer.max_epochs == -1:
+            raise InputError("DeltaCallback: expected max_epochs or max_steps, found neither")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        done = trainer.global_step / trainer.max_steps
+        if trainer.max_steps == -1:
+            done = (trainer.current_epoch + batch_idx / trainer.num_training_batches) / (trainer.max_epochs or 1)
+        for loss in self.losses:
+            loss.delta = self.schedule(done)
+
+
+class SpeedCallback(Callback):
+    """AS-Speed: ``accumulate_grad_batches`` grows with the share of solved rows.
+
+    Lightning's windows end at multiples of their length, so the number rises where the longer window begins on time.
+    The optimizer makes fewer steps; all processes make the same.
+
+    Args:
+        speed: the rule, with its state; saved in checkpoints.
+
+    Example::
+
+        Trainer(max_epochs=10, callbacks=[SpeedCallback(ASSpeed(max_steps=4))])
+    """
+
+    def __init__(self, speed: ASSpeed) -> None:
+        self.speed = speed
+        self._now = 1  # accumulate_grad_batches
+        self._seen = torch.zeros(2, dtype=torch.long)  # rows solved and not solved in this window
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.accumulate_grad_batches != 1:
+            raise InputError(
+                f"accumulate_grad_batches: expected 1, AS-Speed sets it, found {trainer.accumulate_grad_batches}"
+            )
+        if stage == "fit" and trainer.strategy.handles_gradient_accumulation:
+            raise InputError(
+                f"strategy: expected one whose accumulation may change, found {type(trainer.strategy).__name__}"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = self._now
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = self._now = self.speed.steps
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _catch_up(trainer, batch_idx, trainer.num_training_batches)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        solved = _reported(outputs, "solved").bool()
+        self._seen = self._seen.to(solved.device) + torch.stack([solved.sum(), (~solved).sum()])
+        done = batch_idx + 1
+        if done % self._now and not trainer.is_last_batch:
+            return
+        seen, unsolved = trainer.strategy.reduce(self._seen, reduce_op="sum").tolist()
+        steps = self.speed.update(seen, seen + unsolved)
+        self._seen = torch.zeros_like(self._seen)
+        self._now = max((n for n in range(self._now, steps + 1) if done % n == 0), default=self._now)
+        trainer.accumulate_grad_batches = self._now
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"speed": self.speed.state_dict(), "now": self._now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.speed.load_state_dict(state["speed"])
+        self._now = state["now"]
+
+
+class SkipCallback(Callback):
+    """Leaves solved rows out of the epochs: a `SolvedSampler` that Lightning's loop, validation and checkpoints follow.
+
+    Args:
+        num_samples: rows of the data set.
+        **settings: keywords of `SolvedSampler`.
+
+    Example::
+
+        skip = SkipCallback(len(dataset))
+        loader = DataLoader(dataset, batch_size=32, sampler=skip.sampler)
+        Trainer(max_epochs=10, callbacks=[skip]).fit(module, loader)
+    """
+
+    def __init__(self, num_samples: int, **settings: Any) -> None:
+        self.solved = SolvedSampler(num_samples, **settings)
+        self.sampler = _Share()
+        self._plan = self.solved.next_epoch()
+        self._over = False  # whether the plan has been visited
+        self._batches = 0  # of it, visited by now
+        self._full: float = 0  # batches of an epoch without skipping
+        self._accumulate = 1
+        self._loaded = False
+        self._noted: list[tuple[Tensor, Tensor]] = []  # not yet told the sampler, which would wait for the device
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._accumulate = trainer.accumulate_grad_batches  # before AS-Speed moves it
+            self._share_out(trainer)
+
+    def _tell(self) -> None:
+        while self._noted:
+            self.solved.update(*self._noted.pop())
+
+    def _share_out(self, trainer: Trainer) -> None:
+        """Give this process its share of the plan, of a new one if the last is over."""
+        if self._over:
+            self._tell()
+            self._plan, self._over, self._batches = self.solved.next_epoch(), False, 0
+        every, rows = trainer.world_size, len(self._plan)
+        mine = torch.arange(trainer.global_rank, rows + -rows % every, every)  # as many for every process
+        self.sampler.rows, self.sampler.start = self._plan[mine % rows].tolist(), 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader) or loader.sampler is not self.sampler:
+            raise InputError("train_dataloader: expected a DataLoader with the callback's sampler, found another")
+        self._full = max(self._full, trainer.num_training_batches)
+        if self._loaded:  # Lightning has made an iterator already, from before the checkpoint was read
+            self._share_out(trainer)
+            self.sampler.start = self._batches * (loader.batch_size or 1)
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+            self._loaded = False
+        self._measure(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._over:
+            self._share_out(trainer)
+            self._measure(trainer)
+
+    def _measure(self, trainer: Trainer) -> None:
+        """Tell Lightning how many batches the epoch has, on which validation depends."""
+        loader: Any = trainer.train_dataloader
+        trainer.fit_loop.max_batches = batches = min(len(loader), self._full)
+        if trainer.val_check_batch is not None and isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _catch_up(trainer, batch_idx, -(-self._full // self._accumulate))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._noted.append((_reported(outputs, "index"), _reported(outputs, "solved")))
+        self._batches, self._over = batch_idx + 1, trainer.is_last_batch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._over = True  # also when the epoch was cut short
+
+    def state_dict(self) -> dict[str, Any]:
+        self._tell()
+        return {
+            "solved": self.solved.state_dict(),
+            "plan": self._plan.clone(),
+            "over": self._over,
+            "batches": self._batches,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.solved.load_state_dict(state["solved"])
+        self._plan, self._over, self._batches = state["plan"].clone(), state["over"], state["batches"]
+        self._loaded = True
+
+
+class _Share(DistributedSampler[int]):
+    """The rows of one process, from ``start`` on after a resume; a DistributedSampler, which Lightning leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__(range(1), num_replicas=1, rank=0)  # type: ignore[arg-type]
+        self.rows: list[int] = []
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows[self.start :])
+
+    def __len__(self) -> int:
+        return len(self.rows)

@@ -1,0 +1,324 @@
+"""AS-Softmax in the Hugging Face `Trainer`: the loss, its margin's schedule, AS-Speed and skipping of solved rows.
+
+The Trainer's loop makes a fixed number of optimizer steps an epoch. Here it is given fewer: a window of micro-batches
+as long as AS-Speed wants, taken from an epoch as long as the sampler plans. Learning rate, margin and the end of
+training go by *nominal* steps, those of a plain Trainer that has seen the same share of the epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers import Trainer, TrainerCallback
+
+from softsieve.errors import InputError
+from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
+from softsieve.losses.schedule import DeltaSchedule
+from softsieve.training.sampler import SolvedSampler
+from softsieve.training.speed import ASSpeed
+
+INDEX = "as_index"  # of a batch: which rows of the data set it holds
+STATE, SAMPLER = "softsieve.json", "softsieve.safetensors"  # beside trainer_state.json
+
+
+@dataclass(frozen=True)
+class ASOptions:
+    """What `ASTrainer` does besides the loss.
+
+    Args:
+        delta: margin of the loss, in [0, 1].
+        initial_delta: margin at the start; 1 is plain softmax.
+        ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
+        speed: AS-Speed, whose number multiplies ``gradient_accumulation_steps``; None leaves it out.
+        skip: keywords of `SolvedSampler`, ``{}`` for its defaults; None visits every row in every epoch.
+
+    Example::
+
+        ASOptions(delta=0.1, ratio=0.2, speed=ASSpeed(max_steps=4), skip={"recheck": 0.2})
+    """
+
+    delta: float = 0.1
+    initial_delta: float = 1.0
+    ratio: float = 0.0
+    speed: ASSpeed | None = None
+    skip: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.schedule(1)
+        if self.skip is not None:
+            SolvedSampler(1, **self.skip)
+
+    def schedule(self, total_steps: int) -> DeltaSchedule:
+        return DeltaSchedule(self.delta, self.initial_delta, self.ratio, max(1, total_steps))
+
+
+class ASTrainerMixin(Trainer):
+    """Any `transformers.Trainer` with AS-Softmax in place of the model's own loss.
+
+    For models that return logits: sequence, image and audio classification (labels ``(rows,)``), token classification
+    (labels ``(rows, positions)``, -100 ignored) and multi-label (labels of the shape of the logits). The loss is the
+    mean over the counted labels of a whole accumulation window, on all devices unless
+    ``average_tokens_across_devices=False``. Evaluation reports it at the final margin.
+
+    With AS-Speed or skipping, training still goes on for ``num_train_epochs`` (or ``max_steps`` nominal steps), while
+    ``state.global_step`` and the steps of logging, saving and evaluation count the fewer optimizer steps really made.
+    Checkpoints hold all it takes to go on in the middle of an epoch.
+
+    Args:
+        *args, **kwargs: those of the Trainer.
+        as_options: see `ASOptions`.
+
+    Raises:
+        InputError: for settings of the Trainer that contradict ``as_options``.
+
+    Example::
+
+        class MyASTrainer(ASTrainerMixin, MyTrainer): ...
+    """
+
+    def __init__(self, *args: Any, as_options: ASOptions | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.as_options = as_options or ASOptions()
+        self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
+        self._refuse()
+        self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
+        self._delta = self.as_options.delta
+        self._speed: ASSpeed | None = None
+        self._sampler: SolvedSampler | None = None
+        self._total = self._steps = 1  # nominal steps of the whole training and of an epoch
+        self._epoch = self._batches = 0  # whole epochs done, and micro-batches in the one under way
+        self._early: list[Any] = []  # micro-batches of this window that the Trainer's loop does not see
+        self._seen = torch.zeros(2, dtype=torch.long, device=self.args.device)  # labels solved and counted in it
+        if self._adapts:
+            self.callback_handler.callbacks.insert(0, _Notify(self))  # the others should see its state.epoch
+
+    def _refuse(self) -> None:
+        options, data = self.as_options, self.train_dataset
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            raise InputError("ASTrainer: expected no other loss, found compute_loss_func or label_smoothing_factor")
+        if self._adapts and data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__")):
+            raise InputError(f"train_dataset: expected rows by index to adapt, found {type(data).__name__}")
+        if options.speed is not None and self.is_deepspeed_enabled:
+            raise InputError("speed: expected no DeepSpeed, which wants a fixed number of accumulation steps")
+        if options.skip is not None and self.args.train_sampling_strategy != "random":
+            found = self.args.train_sampling_strategy
+            raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {found!r}")
+
+    # The loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if "labels" not in inputs:
+            raise InputError(f"labels: expected in every batch, found only {', '.join(inputs)}")
+        labels: Tensor = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", INDEX)})
+        logits: Tensor = (outputs["logits"] if isinstance(outputs, dict) else outputs[0]).float()
+        delta = self._delta if model.training else self.as_options.delta
+        multilabel = labels.shape == logits.shape
+        objective: Objective = (MultiLabelASSoftmax if multilabel else ASSoftmax)(delta=delta, reduction="sum")
+        loss, solved = objective(logits, labels)
+        counted = torch.ones_like(labels[..., 0], dtype=torch.bool) if multilabel else labels != -100
+        if num_items_in_batch is None:
+            loss = loss / counted.sum().clamp_min(1)
+        else:  # DataParallel has it once a GPU; the Trainer counts the flags of multi-label, the loss its rows
+            items = torch.as_tensor(num_items_in_batch).flatten()[0] / (labels.shape[-1] if multilabel else 1)
+            loss = loss / items.clamp_min(1)
+            if self.args.average_tokens_across_devices:  # items of all processes, whose gradients will be averaged
+                loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+            else:  # items of one GPU, logits of all of them
+                loss = loss / max(1, self.args.n_gpu)
+        if model.training and solved is not None:
+            self._take_note(inputs, solved, counted)
+        if return_outputs:
+            return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
+        return loss
+
+    def _take_note(self, inputs: dict[str, Any], solved: Tensor, counted: Tensor) -> None:
+        self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
+        if self._sampler is not None:  # a row of tokens is solved when all its counted labels are
+            self._sampler.update(inputs[INDEX], (solved | ~counted).reshape(len(solved), -1).all(1))
+
+    # Windows of micro-batches
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The micro-batches of one optimizer step, of which the Trainer's loop sees the last ``num_batches``."""
+        step = self._nominal_step()
+        self._delta = self.as_options.schedule(self._total)(step)
+        self._seen = torch.zeros_like(self._seen)
+        if not self._adapts:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if isinstance(self.lr_scheduler, LRScheduler) and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            while self.lr_scheduler.last_epoch < step:
+                self.lr_scheduler.step()
+        times = 1 if self._speed is None else self._speed.steps
+        batches, items = super().get_batch_samples(epoch_iterator, times * num_batches, device)
+        if not batches:  # the epoch ended before its nominal steps did
+            return [], items
+        self._batches += len(batches)
+        if self._nominal_step() >= self._total:
+            self.state.max_steps = self.state.global_step + 1  # the Trainer stops, saves and evaluates after this one
+        self._early = batches[:-num_batches]
+        seen: list[Any] = batches[-num_batches:]
+        missing: list[Any] = [{}] * (num_batches - len(seen))  # the loop makes its step after num_batches turns
+        return missing + seen, items
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = torch.zeros((), device=self.args.device)
+        while self._early:
+            batch = self._early.pop(0)
+            with self.accelerator.no_sync(model=model):
+                loss += super().training_step(model, batch, num_items_in_batch)
+            self.current_flos += int(self.floating_point_ops(batch))
+            self._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
+        if inputs:
+            loss += super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    def _nominal_step(self) -> int:
+        """Optimizer steps that a plain Trainer would have made by now."""
+        if not self._adapts:
+            return self.state.global_step
+        return self._epoch * self._steps + self._batches * self._steps // self._planned()
+
+    def _planned(self) -> int:
+        """Micro-batches in the epoch under way."""
+        loader: Any = self.callback_handler.train_dataloader
+        return max(1, len(loader))
+
+    def _window_ended(self) -> None:
+        self.state.epoch = self._epoch + self._batches / self._planned()
+        if self._speed is not None:
+            solved, counted = self.accelerator.reduce(self._seen, "sum").tolist()
+            if counted > 0:
+                self._speed.update(solved, counted)
+        if self._batches >= self._planned():
+            self._epoch_ended()
+
+    def _epoch_ended(self) -> None:
+        if self._batches > 0:  # else it ended with its last window
+            self._epoch, self._batches = self._epoch + 1, 0
+
+    # Skipping
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        if self.as_options.skip is None:
+            return super().get_train_dataloader()
+        data, collator = self.train_dataset, self.data_collator
+        kept: Any = self._remove_unused_columns(data) if hasattr(data, "remove_columns") else data
+        try:
+            self.train_dataset = _Indexed(kept)
+            self.data_collator = _WithIndex(self._get_collator_with_removed_columns(collator))
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset, self.data_collator = data, collator
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        if self.as_options.skip is None:
+            return super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._sampler = SolvedSampler(len(train_dataset), **{"seed": seed, **self.as_options.skip})
+        return self._sampler
+
+    # Checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if not self._adapts or not self.args.should_save:
+            return
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
+        if self._speed is not None:
+            state["speed"] = self._speed.state_dict()
+        if self._sampler is not None:
+            sampler = self._sampler.state_dict()
+            save_file({k: v for k, v in sampler.items() if isinstance(v, Tensor)}, Path(output_dir, SAMPLER))
+            state["sampler"] = {k: v for k, v in sampler.items() if not isinstance(v, Tensor)}
+        Path(output_dir, STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Whole epochs done and micro-batches done in the one under way."""
+        done = super()._init_training_state(max_steps, num_update_steps_per_epoch, epochs, checkpoint, trial)
+        self._total, self._steps = max_steps, num_update_steps_per_epoch
+        self._epoch, self._batches = done
+        self._speed = copy.copy(self.as_options.speed)
+        if checkpoint is not None and self._adapts and Path(checkpoint, STATE).is_file():
+            self._restore(Path(checkpoint))
+        return self._epoch, self._batches
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = json.loads((checkpoint / STATE).read_text())
+        self._epoch = state["epoch"]
+        self._batches = 0 if self.args.ignore_data_skip else state["batches"]
+        if self._speed is not None and "speed" in state:
+            self._speed.load_state_dict(state["speed"])
+        if self._sampler is not None and "sampler" in state:
+            sampler = {**state["sampler"], **load_file(checkpoint / SAMPLER)}
+            if state["batches"] > 0:  # in the middle of an epoch: the next iteration repeats its plan
+                sampler["started"] = False
+            self._sampler.load_state_dict(sampler)
+
+
+class ASTrainer(ASTrainerMixin):
+    """`transformers.Trainer` with AS-Softmax; see `ASTrainerMixin`.
+
+    Example::
+
+        options = ASOptions(delta=0.1, ratio=0.2, speed=ASSpeed(max_steps=4), skip={})
+        trainer = ASTrainer(model=model, args=TrainingArguments("out"), train_dataset=data, as_options=options)
+        trainer.train()
+    """
+
+
+class _Notify(TrainerCallback):
+    """Tells the trainer that a step or an epoch is over, before anything is logged or saved."""
+
+    def __init__(self, trainer: ASTrainerMixin) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.trainer._window_ended()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self.trainer._epoch_ended()
+
+
+class _Indexed(Dataset[Any]):
+    """Rows with their indices."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
+        several = getattr(self.rows, "__getitems__", None)
+        rows = [self.rows[index] for index in indices] if several is None else several(indices)
+        return list(zip(indices, rows, strict=True))
+
+
+class _WithIndex:
+    """A collator for `_Indexed`."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, pairs: list[tuple[int, Any]]) -> dict[str, Any]:
+        indices, rows = zip(*pairs, strict=True)
+        return {**self.collator(list(rows)), INDEX: torch.tensor(indices)}

@@ -1,0 +1,1 @@
+"""Tasks: data in, a model and its answers out."""

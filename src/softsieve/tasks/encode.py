@@ -1,0 +1,272 @@
+"""Raw inputs to tensors for the built-in models."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from math import gcd
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softsieve.errors import InputError
+from softsieve.tasks.examples import Examples
+from softsieve.tasks.models import BUCKETS, SAMPLE_RATE, AudioBody, Body, ImageBody, TextBody, TokensBody
+from softsieve.tasks.read import package
+
+LARGEST_IMAGE = 64
+SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
+MOST_IDS = 512  # hashed features of a text
+LENGTH = MappingProxyType({"max_length": (4, 2**20)})  # words or tokens; room for a tokenizer's own
+
+
+class Encoded(NamedTuple):
+    """Inputs of a model, as `Rows` takes them."""
+
+    inputs: dict[str, Tensor]
+    lengths: Tensor | None = None
+    sequences: tuple[str, ...] = ()
+    words: Tensor | None = None  # tokens: (rows, words) position of every word, -1 for one that was not read or is none
+
+
+@dataclass(frozen=True)
+class Encoder(ABC):
+    """How inputs become tensors, and the model body that takes them."""
+
+    settings: ClassVar[Mapping[str, tuple[int, int]]]  # the fields that are kept with a model, and what they may be
+
+    @abstractmethod
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        """The inputs of the examples; decoding uses so many threads.
+
+        Raises:
+            InputError: naming the place of an example that cannot be decoded.
+        """
+
+    @abstractmethod
+    def body(self) -> Body:
+        """A fresh model body for what `encode` gives."""
+
+
+@dataclass(frozen=True)
+class TextEncoder(Encoder):
+    """Hashed words, pairs of words and pieces of three to five characters of the first words of a text."""
+
+    max_length: int
+    settings = LENGTH
+
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        ids, lengths = padded([text_ids(text, self.max_length) for text in examples.inputs])
+        return Encoded({"ids": ids}, lengths, ("ids",))
+
+    def body(self) -> Body:
+        return TextBody()
+
+
+@dataclass(frozen=True)
+class TokensEncoder(Encoder):
+    """Four hashed features of every word: itself, how it begins, how it ends, its capitals and digits."""
+
+    max_length: int
+    settings = LENGTH
+
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        places, _ = padded([range(len(words)) for words in examples.inputs], fill=-1)
+        read = [[word_ids(word) for word in words[: self.max_length]] for words in examples.inputs]
+        ids, lengths = padded(read, shape=(4,))
+        return Encoded({"ids": ids}, lengths, ("ids", "target"), torch.where(places < self.max_length, places, -1))
+
+    def body(self) -> Body:
+        return TokensBody()
+
+
+@dataclass(frozen=True)
+class ImageEncoder(Encoder):
+    """RGB images of ``size`` x ``size``."""
+
+    size: int
+    mirror: int  # grey images are mostly writing, and a mirrored sign is another sign
+    settings = MappingProxyType({"size": (8, LARGEST_IMAGE), "mirror": (0, 1)})
+
+    @classmethod
+    def fit(cls, train: Examples) -> ImageEncoder:
+        """The median side of some training images, up to 64."""
+        images = [_decoded_image(value, where) for value, where in _some(train)]
+        side = int(np.median([side for image in images for side in image.shape[:2]]))
+        grey = all((image == image[..., :1]).all() for image in images)
+        return cls(size=min(max(side, 8), LARGEST_IMAGE), mirror=int(not grey))
+
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        images = each(lambda value, where: _decoded_image(value, where, self.size), examples, workers)
+        return Encoded({"pixels": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()})
+
+    def body(self) -> Body:
+        return ImageBody(self.size, bool(self.mirror))
+
+
+@dataclass(frozen=True)
+class AudioEncoder(Encoder):
+    """Sounds at 8 kHz, mono, as loud as they can be, cut or filled up with silence to ``samples``."""
+
+    samples: int
+    settings = MappingProxyType({"samples": (SHORTEST_SOUND, LONGEST_SOUND)})
+
+    @classmethod
+    def fit(cls, train: Examples) -> AudioEncoder:
+        """Long enough for 99 of 100 of some training sounds, up to 5 seconds."""
+        lengths = [len(_decoded_sound(value, where, LONGEST_SOUND)) for value, where in _some(train)]
+        return cls(samples=max(int(np.quantile(lengths, 0.99)), SHORTEST_SOUND))
+
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        sounds = each(lambda value, where: _decoded_sound(value, where, self.samples), examples, workers)
+        samples = np.zeros((len(sounds), self.samples), np.int16)
+        for row, sound in zip(samples, sounds, strict=True):
+            row[: len(sound)] = sound
+        return Encoded({"samples": torch.from_numpy(samples)})
+
+    def body(self) -> Body:
+        return AudioBody()
+
+
+def built_in(kind: str, train: Examples, max_length: int) -> Encoder:
+    """The encoder of the built-in model for a kind of data."""
+    if kind == "image":
+        return ImageEncoder.fit(train)
+    if kind == "audio":
+        return AudioEncoder.fit(train)
+    return TokensEncoder(max_length) if kind == "tokens" else TextEncoder(max_length)
+
+
+BUILT_IN: dict[str, type[Encoder]] = {
+    "text": TextEncoder,
+    "multilabel": TextEncoder,
+    "tokens": TokensEncoder,
+    "image": ImageEncoder,
+    "audio": AudioEncoder,
+}
+
+
+# Text
+
+# A word, a character of a script that puts no spaces between words, or any other sign.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
+
+
+def text_ids(text: str, max_length: int) -> list[int]:
+    """Hashed features of the first words of a text: words and pairs first, so that they survive a long one."""
+    words = _WORD.findall(text.lower())[:max_length]
+    pairs = [hashed(f"{first} {second}") for first, second in zip(["<", *words], [*words, ">"], strict=True)]
+    pieces = [piece for word in words for piece in _pieces(word)]
+    return [*map(hashed, words), *pairs, *pieces][:MOST_IDS]
+
+
+@lru_cache(2**16)
+def _pieces(word: str) -> list[int]:
+    whole = f"<{word}>"
+    return [hashed(f"#{whole[i : i + n]}") for n in (3, 4, 5) for i in range(len(whole) - n + 1)]
+
+
+@lru_cache(2**16)
+def word_ids(word: str) -> list[int]:
+    """Hashed features of a word in a sentence."""
+    small = word.lower()
+    shape = "".join("d" if c.isdigit() else "X" if c.isupper() else "x" if c.isalpha() else c for c in word)
+    shape = re.sub(r"(.)\1+", r"\1\1", shape)
+    return [hashed(small), hashed(f"^{small[:3]}"), hashed(f"{small[-3:]}$"), hashed(f"@{shape}")]
+
+
+def hashed(feature: str) -> int:
+    """A bucket from 1 on, 0 being padding; the same on every machine."""
+    return zlib.crc32(feature.encode("utf-8", "surrogatepass")) % (BUCKETS - 1) + 1
+
+
+def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Lists of numbers, or of lists of a shape, as one int32 tensor padded at the end; and their lengths, at least 1.
+
+    Example:
+        >>> padded([[3, 4], [5]])
+        (tensor([[3, 4],
+                [5, 0]], dtype=torch.int32), tensor([2, 1]))
+    """
+    lengths = torch.tensor([len(values) for values in lists])
+    values = torch.tensor([value for values in lists for value in values], dtype=torch.int32)
+    longest = max([1, *map(len, lists)])
+    out = torch.full((len(lists), longest, *shape), fill, dtype=torch.int32)
+    out[torch.arange(longest) < lengths[:, None]] = values.view(-1, *shape)
+    return out, lengths.clamp_min(1)
+
+
+# Images and sounds
+
+
+def each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
+    """Every input decoded, in order."""
+    if workers > 1:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(decode, examples.inputs, examples.where))
+    return list(map(decode, examples.inputs, examples.where))
+
+
+def _some(examples: Examples) -> Iterator[tuple[Any, str]]:
+    """At most 200 examples and their places, evenly spread."""
+    step = max(1, len(examples.inputs) // 200)
+    return zip(examples.inputs[::step], examples.where[::step], strict=True)
+
+
+def _decoded_image(value: Any, where: str, size: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An image file, its bytes or its pixels as (height, width, 3), resized unless size is None."""
+    library = package("PIL.Image", "reading images")
+    try:
+        if isinstance(value, np.ndarray):
+            image = library.fromarray(value)
+        else:
+            image = library.open(BytesIO(value) if isinstance(value, bytes) else value)
+            if size is not None:
+                image.draft(None, (2 * size, 2 * size))  # a large JPEG need not be decoded in full
+        if image.mode.startswith("I"):  # 16 bits a pixel, of which the conversion would keep the lower 8
+            image = library.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+        image = image.convert("RGB")
+        if size is not None and image.size != (size, size):
+            image = image.resize((size, size), library.Resampling.BILINEAR)
+        return np.asarray(image)
+    except (OSError, ValueError, TypeError, SyntaxError, library.DecompressionBombError) as error:
+        raise InputError(f"{where}: unreadable image ({one_line(error)})") from None
+
+
+def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """At most the first ``longest`` samples of a sound file or of (samples, rate), at 8 kHz and full volume."""
+    if isinstance(value, tuple):
+        sound, rate = value
+    else:
+        library = package("soundfile", "reading sounds")
+        try:
+            with library.SoundFile(value) as file:
+                rate = file.samplerate
+                sound = file.read(-(-longest * rate // SAMPLE_RATE), dtype="float32", always_2d=True).mean(1)
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            raise InputError(f"{where}: unreadable sound ({one_line(error)})") from None
+    if rate < 1 or len(sound) == 0 or not np.isfinite(sound).all():
+        raise InputError(f"{where}: expected a sound, found {len(sound)} samples at {rate} Hz, not all of them numbers")
+    if rate != SAMPLE_RATE:
+        signal = package("scipy.signal", "resampling sounds")
+        common = gcd(int(rate), SAMPLE_RATE)
+        sound = signal.resample_poly(sound, SAMPLE_RATE // common, int(rate) // common)
+    sound = sound[:longest]
+    peak = max(float(np.abs(sound).max()), 1e-9)
+    scaled: np.ndarray[Any, np.dtype[np.int16]] = (sound * (32767 / peak)).astype(np.int16)
+    return scaled
+
+
+def one_line(error: Exception) -> str:
+    """What an error of a library says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,142 @@
+"""Encoders of Hugging Face, by name or folder, with the weights they were given out with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softsieve.errors import InputError
+from softsieve.tasks.encode import LENGTH, Encoded, Encoder, one_line
+from softsieve.tasks.examples import Examples
+from softsieve.tasks.models import Body
+from softsieve.tasks.read import package
+
+FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration
+_LARGEST = {  # what a configuration may ask for, so that a damaged file is an error and not a full memory
+    "vocab_size": 2**22,
+    "hidden_size": 2**16,
+    "intermediate_size": 2**18,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**10,
+    "max_position_embeddings": 2**20,
+}
+
+
+class PretrainedBody(Body):
+    """Hidden states of a pretrained encoder; unless there is a label for every word, their mean over the text."""
+
+    def __init__(self, encoder: nn.Module, *, features: int, per_word: bool) -> None:
+        super().__init__()
+        if hasattr(encoder, "pooler"):
+            encoder.register_module(
+                "pooler", None
+            )  # parameters that no loss would reach, which distributed training takes for a fault
+        self.encoder, self.features, self.per_word = encoder, features, per_word
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(**inputs).last_hidden_state  # (rows, positions, features)
+        if not self.per_word:
+            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            hidden = (hidden * mask).sum(1) / mask.sum(1)
+        return self.dropout(hidden)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PretrainedEncoder(Encoder):
+    """A Hugging Face tokenizer, and the encoder that goes with it."""
+
+    max_length: int
+    tokenizer: Any
+    config: Any
+    per_word: bool
+    source: str | None = None  # where the weights are; None: those of a saved task, which its checkpoint has
+    settings = LENGTH
+
+    @classmethod
+    def named(cls, name: str, *, max_length: int, per_word: bool) -> PretrainedEncoder:
+        """The encoder of a name or folder, for texts of at most so many of its tokens."""
+        return cls._from(name, f"model {name}", max_length=max_length, per_word=per_word, source=name)
+
+    @classmethod
+    def load(cls, folder: Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
+        """What `save` wrote."""
+        place = folder / FOLDER
+        if not place.is_dir():
+            raise InputError(f"{place}: no such folder, expected the tokenizer and configuration of the model")
+        return cls._from(str(place), str(place), max_length=max_length, per_word=per_word, local_files_only=True)
+
+    @classmethod
+    def _from(
+        cls, name: str, place: str, *, max_length: int, per_word: bool, source: str | None = None, **options: Any
+    ) -> PretrainedEncoder:
+        transformers = package("transformers", place)
+        config = _loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), place)
+        _check_config(config, place)
+        tokenizer = _loaded(lambda: transformers.AutoTokenizer.from_pretrained(name, **options), place)
+        if per_word and not tokenizer.is_fast:
+            raise InputError(f"{place}: expected a fast tokenizer, which knows the words of its tokens")
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise InputError(f"{place}: expected a tokenizer that can pad")
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.padding_side = tokenizer.truncation_side = "right"
+        longest = min(max_length, tokenizer.model_max_length, getattr(config, "max_position_embeddings", max_length))
+        return cls(longest, tokenizer, config, per_word, source)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and configuration, so that `load` needs no hub."""
+        self.tokenizer.save_pretrained(str(folder / FOLDER))
+        self.config.save_pretrained(str(folder / FOLDER))
+
+    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+        found = self.tokenizer(
+            examples.inputs,
+            is_split_into_words=self.per_word,
+            truncation=True,
+            max_length=self.max_length,
+            padding=True,
+            return_attention_mask=True,
+        )
+        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
+        inputs = {name: torch.tensor(found[name]) for name in names}
+        inputs["attention_mask"][:, 0] = 1  # attention to nothing is not a number
+        lengths = inputs["attention_mask"].sum(1)
+        if not self.per_word:
+            return Encoded(inputs, lengths, tuple(names))
+        words = torch.full((len(examples.inputs), max(map(len, examples.inputs))), -1)
+        for row in range(len(words)):
+            for position, word in reversed(list(enumerate(found.word_ids(row)))):  # the first token of a word stays
+                if word is not None:
+                    words[row, word] = position
+        return Encoded(inputs, lengths, (*names, "target"), words)
+
+    def body(self) -> Body:
+        transformers = package("transformers", "a pretrained model")
+        if self.source is None:
+            encoder = transformers.AutoModel.from_config(self.config, dtype=torch.float32)
+        else:
+            load = transformers.AutoModel.from_pretrained
+            encoder = _loaded(lambda: load(self.source, dtype=torch.float32), f"model {self.source}")
+        return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
+
+
+def _check_config(config: Any, place: str) -> None:
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "hidden_size"):
+        raise InputError(f"{place}: expected an encoder of text, found a model of type {config.model_type}")
+    for field, largest in _LARGEST.items():
+        value = getattr(config, field, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
+            raise InputError(f"{place}: {field}: expected a whole number up to {largest}, found {value!r}")
+
+
+def _loaded(load: Callable[[], Any], place: str) -> Any:
+    try:
+        return load()
+    except Exception as error:  # the library, its network stack and damaged files raise anything
+        raise InputError(f"{place}: cannot be loaded ({one_line(error)})") from None

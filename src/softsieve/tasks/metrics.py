@@ -1,0 +1,109 @@
+"""How good answers are: scikit-learn's and seqeval's figures, and a picture of which classes are mistaken."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from softsieve.tasks.read import package
+
+IGNORED = -100  # target of what does not count
+
+
+def class_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
+    """Of class numbers (rows,)."""
+    f1_score = package("sklearn.metrics", "measuring F1").f1_score
+    return {
+        "accuracy": _share(decided == target),
+        "macro_f1": float(f1_score(target.numpy(), decided.numpy(), average="macro", zero_division=0)),
+        "micro_f1": float(f1_score(target.numpy(), decided.numpy(), average="micro", zero_division=0)),
+    }
+
+
+def multilabel_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
+    """Of flags (rows, classes). Accuracy: all flags of the row are right."""
+    f1_score = package("sklearn.metrics", "measuring F1").f1_score
+    flags = target.bool().numpy(), decided.bool().numpy()
+    return {
+        "micro_f1": float(f1_score(*flags, average="micro", zero_division=0)),
+        "macro_f1": float(f1_score(*flags, average="macro", zero_division=0)),
+        "accuracy": _share((decided.bool() == target.bool()).all(1)),
+    }
+
+
+def token_metrics(decided: Tensor, target: Tensor, labels: Sequence[str]) -> dict[str, float]:
+    """Of class numbers (rows, words), ignored targets left out; entities too where labels are BIO tags."""
+    counted = target != IGNORED
+    found = {"accuracy": _share(decided[counted] == target[counted])}
+    if are_bio(labels):
+        f1_score = package("seqeval.metrics", "measuring entities").f1_score
+        tags = [
+            [[labels[i] for i in row[mask].tolist()] for row, mask in zip(side, counted, strict=True)]
+            for side in (target, decided)
+        ]
+        found["entity_f1"] = float(f1_score(*tags, zero_division=0))
+    return found
+
+
+def are_bio(labels: Sequence[str]) -> bool:
+    """Whether labels mark entities: each O, B-something or I-something.
+
+    Example:
+        >>> are_bio(["B-PER", "I-PER", "O"]), are_bio(["NOUN", "O"])
+        (True, False)
+    """
+    return any(label != "O" for label in labels) and all(label == "O" or label[:2] in ("B-", "I-") for label in labels)
+
+
+def _share(right: Tensor) -> float:
+    return float(right.double().mean()) if right.numel() else 0.0
+
+
+def confusion_matrix_png(path: Path, target: Tensor, predicted: Tensor, labels: Sequence[str]) -> None:
+    """Draw how often each class (a row) is taken for each (a column), as shares of the row. Ignored targets are out."""
+    package("matplotlib", "drawing")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    counted = target != IGNORED
+    classes = len(labels)
+    pairs = target[counted] * classes + predicted[counted]
+    counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+    shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+    named = classes <= 40
+    side = 3 + 0.25 * classes if named else 9
+    figure = Figure(figsize=(side, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="share of the class", shrink=0.8)
+    axes.set(xlabel="predicted", ylabel="true", title=f"{int(counted.sum())} examples, {classes} classes")
+    if named:
+        names = [label if len(label) <= 20 else f"{label[:19]}…" for label in labels]
+        axes.set_xticks(range(classes), names, rotation=90, parse_math=False)
+        axes.set_yticks(range(classes), names, parse_math=False)
+    if classes <= 10:
+        for true, row in enumerate(shares.tolist()):
+            for taken, share in enumerate(row):
+                axes.text(
+                    taken, true, f"{share:.2f}", ha="center", va="center", color="white" if share > 0.5 else "0.2"
+                )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a label in a script the font lacks
+        replace_file(path, lambda part: figure.savefig(part, format="png", dpi=100))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place and moved there when complete."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,179 @@
+"""The built-in models: small enough to train on a CPU, nothing to download.
+
+All of them take a learning rate of 3e-3 with AdamW. None makes the host wait for the device, chooses shapes by values
+or draws random numbers outside torch, so a training step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BUCKETS = 2**15  # of hashed features; AdamW passes over the whole table at every step, which is most of its cost
+SAMPLE_RATE = 8000
+
+
+class Body(nn.Module):
+    """Inputs to features: (rows, features), or (rows, positions, features) for tokens."""
+
+    features: int
+
+
+class Classifier(nn.Module):
+    """A body and the head of an objective; called with the inputs of `Rows` by name."""
+
+    def __init__(self, body: Body, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(**inputs))
+        return logits
+
+
+class TextBody(Body):
+    """Mean of the embeddings of hashed features ``ids`` (rows, n), padded with 0, which does not count."""
+
+    features = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(BUCKETS, self.features, mode="mean", padding_idx=0)
+        _small_embeddings(self.table)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # A mean over a hundred features is small; enlarged, it learns at the rate of the other models.
+        return self.dropout(8 * self.table(ids))  # type: ignore[no-any-return]
+
+
+class TokensBody(Body):
+    """Convolutions over the words of a sentence; ``ids`` (rows, positions, hashed features of it), padded with 0."""
+
+    features = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(BUCKETS, 64, padding_idx=0)
+        _small_embeddings(self.table)
+        self.widen = nn.Linear(64, self.features)
+        self.convolutions = nn.ModuleList(nn.Conv1d(self.features, self.features, 5, padding=2) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(self.features) for _ in range(3))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        word = (ids[..., :1] != 0).float()  # (rows, positions, 1); padding must stay 0 to look like the end
+        hidden = self.norms[0](self.widen(self.dropout(8 * self.table(ids).mean(2))))  # (rows, positions, features)
+        for convolution, norm in zip(self.convolutions, list(self.norms)[1:], strict=True):
+            around = convolution((hidden * word).transpose(1, 2)).transpose(1, 2)
+            hidden = norm(hidden + self.dropout(F.gelu(around)))
+        return hidden  # type: ignore[no-any-return]
+
+
+class ImageBody(Body):
+    """A small ResNet on ``pixels``, uint8 (rows, 3, size, size); in training, shifted at random, maybe mirrored."""
+
+    def __init__(self, size: int, mirror: bool) -> None:
+        super().__init__()
+        self.net = ResNet(3, first_stride=2 if size > 16 else 1)
+        self.features = self.net.features
+        self.mirror = mirror
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if self.training:
+            pixels = self._moved(pixels)
+        return self.net(pixels.float() / 127.5 - 1)  # type: ignore[no-any-return]
+
+    def _moved(self, pixels: Tensor) -> Tensor:
+        """Every image moved by up to an eighth of its side, its edge repeated, and mirrored or not."""
+        rows, _, _, size = pixels.shape
+        reach, device = size // 8, pixels.device
+        place = torch.arange(size, device=device)
+        down, right = (place + torch.randint(-reach, reach + 1, (2, rows, 1), device=device)).clamp(0, size - 1)
+        if self.mirror:
+            right = torch.where(torch.rand(rows, 1, device=device) < 0.5, right, right.flip(1))
+        row = torch.arange(rows, device=device)[:, None, None]
+        # Indices around a slice put the slice last: (rows, size, size, 3).
+        return pixels[row, :, down[:, :, None], right[:, None, :]].permute(0, 3, 1, 2)
+
+
+class AudioBody(Body):
+    """A small ResNet on the log-mel spectrogram of ``samples``, int16 (rows, samples) at 8 kHz."""
+
+    window: Tensor
+    filters: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(256), persistent=False)
+        self.register_buffer("filters", mel_filters(40, 256, SAMPLE_RATE), persistent=False)
+        self.net = ResNet(1, first_stride=2)
+        self.features = self.net.features
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.net(self._log_mel(samples))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _log_mel(self, samples: Tensor) -> Tensor:
+        """(rows, 1, 40, frames) in float32 whatever the autocast: squares of small numbers need it."""
+        with torch.autocast(samples.device.type, enabled=False):
+            waves = samples.float() / 2**15
+            frames = torch.stft(waves, 256, 96, window=self.window, center=False, return_complex=True)
+            mel = self.filters @ frames.abs().square()
+            return ((mel + 1e-5).log() / 4 + 1).unsqueeze(1)
+
+
+class ResNet(nn.Module):
+    """Three stages of one residual block each, then the mean over all places."""
+
+    features = 128
+
+    def __init__(self, channels: int, *, first_stride: int) -> None:
+        super().__init__()
+        self.stem = _convolution(channels, 32, stride=first_stride)
+        self.blocks = nn.Sequential(
+            ResidualBlock(32, 32, stride=1), ResidualBlock(32, 64, stride=2), ResidualBlock(64, 128, stride=2)
+        )
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        places = self.blocks(F.relu(self.stem(images)))  # (rows, features, height, width)
+        return self.dropout(places.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, channels: int, out_channels: int, *, stride: int) -> None:
+        super().__init__()
+        self.first = _convolution(channels, out_channels, stride=stride)
+        self.second = _convolution(out_channels, out_channels)
+        same = stride == 1 and channels == out_channels
+        self.shortcut = nn.Identity() if same else _convolution(channels, out_channels, kernel=1, stride=stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(images))) + self.shortcut(images))
+
+
+def _convolution(channels: int, out_channels: int, *, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
+
+
+def _small_embeddings(table: nn.Embedding | nn.EmbeddingBag) -> None:
+    nn.init.normal_(table.weight, std=0.1)
+    with torch.no_grad():
+        table.weight[0] = 0
+
+
+def mel_filters(count: int, window: int, rate: int) -> Tensor:
+    """Triangles evenly spaced on the mel scale up to half the rate, (count, window // 2 + 1)."""
+    highest = 2595 * math.log10(1 + rate / 2 / 700)
+    edges = 700 * (10 ** (torch.linspace(0, highest, count + 2) / 2595) - 1)  # in Hz
+    at = torch.linspace(0, rate / 2, window // 2 + 1)
+    rising = (at - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - at) / (edges[2:] - edges[1:-1])[:, None]
+    return torch.minimum(rising, falling).clamp_min(0)

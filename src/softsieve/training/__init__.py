@@ -1,0 +1,7 @@
+"""Training that spends less on what is solved: AS-Speed, skipping, and the loop that uses both."""
+
+from softsieve.training.infobatch import InfoBatchSampler
+from softsieve.training.sampler import SolvedSampler
+from softsieve.training.speed import ASSpeed
+
+__all__ = ["ASSpeed", "InfoBatchSampler", "SolvedSampler"]

@@ -1,0 +1,109 @@
+"""Checkpoints: folders of safetensors and JSON that are either there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from softsieve.errors import InputError
+
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make ``folder`` with what ``fill`` writes into the path it is given, or leave everything as it was.
+
+    Raises:
+        InputError: when it cannot be written, a full disk for instance.
+    """
+    part = folder.with_name(f".{folder.name}.{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        part.mkdir(parents=True)
+        fill(part)
+        for file in part.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        if folder.exists():  # a folder that holds something cannot be replaced in one go: move it aside first
+            folder.replace(old)
+        part.replace(folder)
+    except (OSError, SafetensorError) as error:
+        if old.exists() and not folder.exists():
+            old.replace(folder)
+        raise InputError(f"{folder}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors by name in one safetensors file; those that share memory are written once each."""
+    save_file({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def save_checkpoint(
+    output: Path, step: int, state: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]], *, keep: int
+) -> Path:
+    """Write ``output/checkpoint-STEP``: ``state`` as JSON, ``files`` as safetensors. Keeps the ``keep`` latest."""
+
+    def fill(part: Path) -> None:
+        (part / "state.json").write_text(json.dumps({"format": FORMAT, **state}))
+        for name, tensors in files.items():
+            save_tensors(part / f"{name}.safetensors", tensors)
+
+    folder = output / f"checkpoint-{step}"
+    write_folder(folder, fill)
+    for old in checkpoints(output)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """What `save_checkpoint` wrote: the state, and the tensors by file and name."""
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
+        raise InputError(f"{path}: expected a checkpoint of format {FORMAT}")
+    return state, {file.stem: load_tensors(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    found = [(int(m[1]), path) for path in output.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def check_same(path: Path, name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not fit a model, naming the first that does not.
+
+    Raises:
+        InputError: saying which tensor of which file is missing, too many or of another shape.
+    """
+    for key in sorted({*found, *expected}):
+        here, there = (tuple(s[key].shape) if key in s else None for s in (expected, found))
+        if here != there:
+            raise InputError(
+                f"{path}: not a {name} of this model: {key} is {there or 'missing'}, expected {here or 'nothing'}"
+            )

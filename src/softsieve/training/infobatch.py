@@ -1,0 +1,81 @@
+"""InfoBatch (arXiv 2303.04947), the rival of skipping: rows below the mean loss are left out at random, the others of
+them weighted up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softsieve import _checks
+
+
+class InfoBatchSampler:
+    """Leaves out a share ``prune`` of the rows whose loss was below the mean, and weights the rest of those up.
+
+    The expected gradient stays that of the whole data set. The last ``1 - anneal`` of the epochs visit everything.
+
+    Args:
+        num_samples: rows of the data set.
+        epochs: length of training.
+        prune: share of the rows below the mean loss that an epoch leaves out (r in the paper), in [0, 1).
+        anneal: share of the epochs that prunes at all (delta in the paper), in [0, 1].
+        seed: of the random order.
+
+    Example:
+        >>> sampler = InfoBatchSampler(4, epochs=8)
+        >>> len(sampler.next_epoch())
+        4
+        >>> sampler.update(torch.arange(4), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+        >>> len(sampler.next_epoch()), sampler.weights.tolist()
+        (3, [2.0, 2.0, 1.0, 1.0])
+    """
+
+    def __init__(
+        self, num_samples: int, *, epochs: int, prune: float = 0.5, anneal: float = 0.875, seed: int = 0
+    ) -> None:
+        _checks.whole_number("num_samples", num_samples, 1, 2**40)
+        _checks.whole_number("epochs", epochs, 1, 2**31)
+        _checks.number("prune", prune, 0, 0.999)
+        _checks.number("anneal", anneal, 0, 1)
+        self.num_samples, self.epochs, self.prune, self.anneal, self.seed = num_samples, epochs, prune, anneal, seed
+        self.epoch = -1
+        self.loss = torch.full((num_samples,), float("inf"))  # of every row when last seen
+        self.weights = torch.ones(num_samples)  # of every row's loss in this epoch
+        self.plan = torch.empty(0, dtype=torch.long)
+
+    def update(self, indices: Tensor, loss: Tensor) -> None:
+        """Note the ``loss`` of the rows ``indices``."""
+        self.loss[indices.cpu()] = loss.detach().float().cpu()
+
+    def next_epoch(self) -> Tensor:
+        """Begin an epoch: the rows to visit, in order; ``weights`` then holds what each counts."""
+        self.epoch += 1
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        visit = torch.ones(self.num_samples, dtype=torch.bool)
+        self.weights = torch.ones(self.num_samples)
+        if self.epoch > 0 and self.epoch < self.anneal * self.epochs:
+            below = (self.loss < self.loss[self.loss.isfinite()].mean()).nonzero().flatten()
+            leave = int(self.prune * len(below))
+            visit[below[torch.randperm(len(below), generator=generator)[:leave]]] = False
+            self.weights[below] = 1 / (1 - self.prune)
+        order = visit.nonzero().flatten()
+        self.plan = order[torch.randperm(len(order), generator=generator)]
+        return self.plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes."""
+        return {
+            "epoch": self.epoch,
+            "loss": self.loss.clone(),
+            "weights": self.weights.clone(),
+            "plan": self.plan.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the `state_dict` was taken."""
+        if len(state["loss"]) != self.num_samples:
+            raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['loss'])}")
+        self.epoch = int(state["epoch"])
+        self.loss, self.weights, self.plan = (state[name].clone() for name in ("loss", "weights", "plan"))

@@ -1,0 +1,106 @@
+"""What a run says while it goes: a progress bar, a JSONL log and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from softsieve.errors import InputError
+
+
+class Journal:
+    """Collects the figures of a run; only the main process has one that writes.
+
+    Args:
+        output: folder for ``log.jsonl`` and, where the package is there, TensorBoard's files; None writes nothing.
+        steps: length of the progress bar in thousandths of training.
+        show: whether to show the bar.
+        console: where to.
+        after: drop log lines of steps beyond this one, which a resumed run is about to make again.
+    """
+
+    def __init__(
+        self, output: Path | None, *, show: bool = True, console: Console | None = None, after: int | None = None
+    ) -> None:
+        self.file = None
+        self.board: Any = None
+        self.lines: list[dict[str, Any]] = []
+        if output is not None:
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                path = output / "log.jsonl"
+                if after is not None and path.exists():
+                    self.lines = [line for line in _whole_lines(path) if line["step"] <= after]
+                part = path.with_name(".log.jsonl.part")
+                part.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+                part.replace(path)
+                self.file = path.open("a", buffering=1)
+            except OSError as error:
+                raise InputError(f"{output}: cannot be written: {error}") from error
+            self.board = _tensorboard(output, after)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not show,
+            transient=True,
+        )
+        self.task = self.bar.add_task("starting", total=1.0)
+        self.shown: dict[str, str] = {}
+        self.bar.start()
+        self.since, self.samples = time.perf_counter(), 0
+
+    def write(self, step: int, kind: str, **figures: float) -> None:
+        """One line of the log: what ``kind`` of figures, at which step."""
+        line = {"step": step, "kind": kind, **figures}
+        self.lines.append(line)
+        if self.file is not None:
+            try:
+                self.file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                raise InputError(f"{self.file.name}: cannot be written: {error}") from error
+        if self.board is not None:
+            for name, value in figures.items():
+                self.board.add_scalar(f"{kind}/{name}", value, step)
+
+    def advance(self, progress: float, samples: int, **shown: str) -> None:
+        """Move the bar to ``progress`` in [0, 1], with ``samples`` more done and whatever there is to show."""
+        self.samples += samples
+        self.shown |= shown
+        rate = self.samples / max(time.perf_counter() - self.since, 1e-9)
+        words = "  ".join(f"{name} {value}" for name, value in self.shown.items())
+        self.bar.update(self.task, completed=progress, description=f"{words}  {rate:.0f} samples/s")
+
+    def close(self) -> None:
+        """Take the bar away and close the files."""
+        self.bar.stop()
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, without a last one cut short by a crash."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _tensorboard(output: Path, after: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # the package tensorboard is an extra
+        return None
+    return SummaryWriter(str(output / "tensorboard"), purge_step=None if after is None else after + 1)

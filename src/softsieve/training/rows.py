@@ -1,0 +1,60 @@
+"""A data set in memory, from which a batch is one indexing away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """What a model is called with, and what it should have said."""
+
+    inputs: dict[str, Tensor]
+    target: Tensor
+
+
+class Rows:
+    """Encoded examples: tensors whose first dimension counts rows, by the name under which the model takes them.
+
+    Args:
+        inputs: arguments of the model, each (rows, ...).
+        target: class labels (rows,), flags (rows, classes) for multi-label or labels (rows, positions) for tokens.
+        lengths: number of positions of every row, for sequences padded at the end.
+        sequences: names of the inputs, or ``"target"``, whose second dimension is positions; a batch is cut to its
+            longest row.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Tensor],
+        target: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        sequences: tuple[str, ...] = (),
+    ) -> None:
+        for name, value in inputs.items():
+            if len(value) != len(target):
+                raise ValueError(f"{name}: expected {len(target)} rows, as many as targets, found {len(value)}")
+        self.inputs, self.target = dict(inputs), target
+        self.lengths, self.sequences = lengths, sequences
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def to(self, device: torch.device | str) -> Rows:
+        """The same rows on a device; lengths stay on the CPU, where batches are cut."""
+        inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        return Rows(inputs, self.target.to(device), lengths=self.lengths, sequences=self.sequences)
+
+    def batch(self, index: Tensor, *, cut: bool = True) -> Batch:
+        """The rows ``index`` (on the CPU), cut to the longest of them unless every batch must have one shape."""
+        longest = int(self.lengths[index].max()) if cut and self.lengths is not None else None
+        index = index.to(self.target.device, non_blocking=True)
+
+        def pick(name: str, value: Tensor) -> Tensor:
+            return (value[:, :longest] if name in self.sequences else value)[index]
+
+        return Batch({n: pick(n, v) for n, v in self.inputs.items()}, pick("target", self.target))

@@ -1,0 +1,121 @@
+"""A whole run: from data to a trained model in a folder, with its metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from softsieve.errors import InputError
+from softsieve.tasks.examples import Examples
+from softsieve.tasks.task import Task
+from softsieve.training.checkpoint import check_same, load_tensors, save_tensors, write_folder
+from softsieve.training.loop import Result, Trainer
+from softsieve.training.rows import Rows
+from softsieve.training.settings import Settings
+
+MODEL = "model"  # folder of the trained model in the folder of a run
+WEIGHTS = "model.safetensors"
+
+
+class Splits(NamedTuple):
+    """The encoded parts of a data set."""
+
+    train: Rows
+    validation: Rows | None
+    test: Rows | None
+
+
+class Run(NamedTuple):
+    """What a run came to, and its model."""
+
+    result: Result
+    test: dict[str, float]  # metrics of the best weights on the test rows, {} without
+    test_decided: Tensor | None
+    model: nn.Module
+
+
+def train(
+    task: Task,
+    splits: Splits,
+    settings: Settings,
+    *,
+    output: Path | None = None,
+    resume: Path | None = None,
+    show: bool = False,
+    console: Console | None = None,
+) -> Run:
+    """Train a fresh model of ``task`` and judge it on the test rows; with ``output``, save it there.
+
+    Raises:
+        InputError: for what the trainer refuses, and when the model cannot be written.
+    """
+    torch.manual_seed(settings.seed)
+    objective = settings.objective(multilabel=task.multilabel)
+    trainer = Trainer(
+        task.model(objective),
+        objective,
+        splits.train,
+        task,
+        settings,
+        validation=splits.validation,
+        output=output,
+        show=show,
+        console=console,
+    )
+    result = trainer.fit(resume)
+    test: dict[str, float] = {}
+    decided = None
+    if splits.test is not None:
+        test, decided = trainer.evaluate(splits.test)
+    weights = trainer.weights()
+    if output is not None and trainer.accelerator.is_main_process:
+        metrics = {"validation": result.best, "test": test}
+
+        def fill(part: Path) -> None:
+            task.save(part, objective)
+            save_tensors(part / WEIGHTS, weights)
+            (part / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+
+        write_folder(output / MODEL, fill)
+    trainer.accelerator.wait_for_everyone()
+    return Run(result, test, decided, trainer.accelerator.unwrap_model(trainer.model))
+
+
+def load_model(folder: Path) -> tuple[Task, nn.Module]:
+    """The task and the model of a folder that `train` wrote.
+
+    Raises:
+        InputError: naming the file that is missing or does not fit.
+    """
+    if not (folder / WEIGHTS).exists() and (folder / MODEL / WEIGHTS).exists():
+        folder = folder / MODEL
+    if not folder.is_dir():
+        raise InputError(f"{folder}: expected a folder with a trained model, found none")
+    task = Task.load(folder)
+    model = task.empty_model()
+    weights = load_tensors(folder / WEIGHTS)
+    check_same(folder / WEIGHTS, "model", weights, model.state_dict())
+    model.load_state_dict(weights)
+    return task, model.eval()
+
+
+def decide(task: Task, model: nn.Module, rows: Rows, *, batch_size: int = 128) -> Tensor:
+    """A model's answers for rows, in their order."""
+    width = rows.target.shape[1] if task.kind == "tokens" else 0
+    parts = []
+    with torch.no_grad():
+        for index in torch.split(torch.arange(len(rows)), batch_size):
+            part = task.decide(model(**rows.batch(index).inputs))
+            parts.append(nn.functional.pad(part, (0, width - part.shape[1])) if width else part)
+    return torch.cat(parts)
+
+
+def encode(task: Task, train: Examples, validation: Examples | None, test: Examples | None) -> Splits:
+    """All parts of a data set as rows."""
+    others = [None if part is None else task.rows(part) for part in (validation, test)]
+    return Splits(task.rows(train), *others)

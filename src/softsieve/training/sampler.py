@@ -1,0 +1,178 @@
+"""Which rows an epoch visits: those not yet solved, and enough of the solved ones to notice when they relapse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from softsieve import _checks
+
+LEVELS = 4  # rows solved once, twice, ... and LEVELS or more times in a row have a relapse rate each
+
+
+class SolvedSampler(Sampler[int]):
+    """Visits every row that was not solved when last seen, and as many solved ones as their relapses call for.
+
+    A solved row has zero gradient, so leaving it out costs nothing as long as it stays solved. Whether it does is known
+    of every row that is looked at again: of the rows solved ``s`` times in a row, some share ``risk[s]`` is found not
+    solved. An epoch leaves out solved rows, those of the smallest risk first, until the expected number of relapsed
+    ones among them reaches ``tolerance * num_samples``, and always looks at ``recheck`` of every kind. So clean data
+    are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly visited.
+
+    A look needs a forward pass only. A loop that can afford to make it first asks `worth_screening` of which rows more
+    than ``screen_above`` are expected to be solved, looks at those without dropout or backward pass, tells `update`,
+    and trains on what is left.
+
+    Every rank of several processes takes the same decisions: what each rank saw is reduced once an epoch, when
+    iteration starts. All ranks yield the same order, for loaders that shard it (Accelerate, Lightning); with
+    ``num_replicas`` and ``rank`` each yields its own equal share.
+
+    Args:
+        num_samples: rows of the data set.
+        tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none.
+        recheck: share of the solved rows that is always looked at again, in (0, 1].
+        screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 1: never.
+        seed: of the random order; the same on all ranks.
+        num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found.
+
+    Example:
+        Batches must say which rows they hold; then training needs three lines more::
+
+            sampler = SolvedSampler(len(dataset))
+            for index, features, target in DataLoader(dataset, batch_size=32, sampler=sampler):
+                loss, stats = as_cross_entropy(model(features), target, return_stats=True)
+                sampler.update(index, stats.solved)
+
+        Of 1000 rows, 900 are solved whenever they are seen. Nothing is known of how they last, then it is:
+
+        >>> sampler = SolvedSampler(1000, tolerance=0.01, recheck=0.1)
+        >>> for epoch in range(4):
+        ...     rows = torch.tensor(list(sampler))
+        ...     sampler.update(rows, rows < 900)
+        ...     print(len(rows), end=" ")
+        1000 980 190 191
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        tolerance: float = 0.01,
+        recheck: float = 0.1,
+        screen_above: float = 0.5,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        _checks.whole_number("num_samples", num_samples, 1, 2**40)
+        _checks.number("tolerance", tolerance, 0, 1)
+        _checks.number("recheck", recheck, 1e-6, 1)
+        _checks.number("screen_above", screen_above, 0, 1)
+        _checks.whole_number("seed", seed, 0, 2**40)
+        _checks.whole_number("num_replicas", num_replicas, 1, 2**31)
+        _checks.whole_number("rank", rank, 0, num_replicas - 1)
+        self.num_samples, self.tolerance, self.recheck, self.screen_above = (
+            num_samples,
+            tolerance,
+            recheck,
+            screen_above,
+        )
+        self.seed, self.num_replicas, self.rank = seed, num_replicas, rank
+        self.epoch = 0  # whose rows `plan` holds, in order
+        self._started = False
+        self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LEVELS
+        self._seen = torch.zeros(num_samples, dtype=torch.uint8)  # in this epoch: 0 not, 1 solved, 2 not solved
+        self._looks = torch.zeros(2, LEVELS + 1, dtype=torch.float64)  # by streak: looks, of which not solved; fading
+        self.plan = self._draw()
+
+    @property
+    def risk(self) -> Tensor:
+        """By streak, the share of rows not solved when looked at. Until there are looks: as one time fewer, or half."""
+        risk = torch.empty(LEVELS + 1, dtype=torch.float64)
+        for level, (looks, failed) in enumerate(self._looks.T.tolist()):
+            expected = float(risk[level - 1]) if level > 1 else 0.5
+            risk[level] = (failed + 2 * expected) / (looks + 2)  # Laplace's rule: two looks' worth of expectation
+        return risk
+
+    def worth_screening(self, indices: Tensor) -> Tensor:
+        """Of which rows a look by itself is expected to save the training pass; bool, shape of ``indices``."""
+        return (1 - self.risk > self.screen_above)[self.streak[indices.cpu()].long()]
+
+    def update(self, indices: Tensor, solved: Tensor) -> None:
+        """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
+        if indices.shape != solved.shape:
+            raise ValueError(f"solved: expected shape {tuple(indices.shape)}, found {tuple(solved.shape)}")
+        index, flags = indices.detach().cpu().flatten(), solved.detach().cpu().flatten().bool()
+        first = self._seen[index] == 0  # a second look in one epoch says nothing about relapse
+        level, failed = self.streak[index[first]].long(), (~flags[first]).double()
+        # Old looks fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
+        self._looks *= 0.5 ** (16 * len(level) / self.num_samples)
+        self._looks[0].index_add_(0, level, torch.ones_like(failed))
+        self._looks[1].index_add_(0, level, failed)
+        self._seen[index] = 2 - flags.to(torch.uint8)
+
+    def __iter__(self) -> Iterator[int]:
+        self.next_epoch()
+        size = len(self)
+        yield from self.plan[self.rank * size : (self.rank + 1) * size].tolist()
+
+    def __len__(self) -> int:
+        """Rows that this rank visits in the epoch under way (in the first, before it starts)."""
+        return len(self.plan) // self.num_replicas
+
+    def next_epoch(self) -> Tensor:
+        """Begin an epoch: take in what all ranks saw in the last one and return the rows to visit now, in order."""
+        if self._started:
+            self._take_in()
+            self.epoch += 1
+            self.plan = self._draw()
+        self._started = True
+        return self.plan
+
+    def _take_in(self) -> None:
+        """Reduce what the ranks saw and bring the streaks up to date."""
+        if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            seen, looks = self._seen.to(device), self._looks.to(device)
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+            dist.all_reduce(looks)
+            self._seen, self._looks = seen.cpu(), looks.cpu() / ranks
+        grown = (self.streak + 1).clamp(max=LEVELS)
+        self.streak = torch.where(self._seen == 0, self.streak, torch.where(self._seen == 1, grown, 0))
+        self._seen = torch.zeros_like(self._seen)
+
+    def _draw(self) -> Tensor:
+        """The rows of this epoch in random order, a multiple of ``num_replicas`` of them."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        visit = self.streak == 0
+        allowance = self.tolerance * self.num_samples  # relapsed rows that may go unnoticed
+        for risk, level in sorted((risk, level) for level, risk in enumerate(self.risk.tolist()) if level > 0):
+            rows = (self.streak == level).nonzero().flatten()
+            leave = min(int(len(rows) * (1 - self.recheck)), int(allowance / risk))
+            allowance -= leave * risk
+            visit[rows[torch.randperm(len(rows), generator=generator)[leave:]]] = True
+        order = visit.nonzero().flatten()
+        order = order[torch.randperm(len(order), generator=generator)]
+        short = -len(order) % self.num_replicas
+        return torch.cat([order, order[torch.arange(short) % max(1, len(order))]])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes, so that a run resumed in the middle of an epoch decides as it would have."""
+        tensors = {"streak": self.streak, "seen": self._seen, "looks": self._looks, "plan": self.plan}
+        return {"epoch": self.epoch, "started": self._started, **{k: v.clone() for k, v in tensors.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the `state_dict` was taken."""
+        if len(state["streak"]) != self.num_samples:
+            raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['streak'])}")
+        self.epoch, self._started = int(state["epoch"]), bool(state["started"])
+        self.streak, self._seen = state["streak"].clone(), state["seen"].clone()
+        self._looks, self.plan = state["looks"].clone(), state["plan"].clone()

@@ -1,0 +1,119 @@
+"""All that a training run can be told, checked when it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from softsieve import _checks
+from softsieve.losses.objectives import Objective, make_objective
+from softsieve.losses.schedule import SHAPES, DeltaSchedule
+from softsieve.training.speed import ASSpeed
+
+SKIP = ("no", "solved", "infobatch")
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to train. A checkpoint is resumed only under the settings it was made with.
+
+    Attributes:
+        loss: name of the objective, one of ``softsieve.losses.objectives.SINGLE_LABEL`` (or ``MULTI_LABEL``).
+        epochs, batch_size: passes over the data and rows of a micro-batch on each process.
+        learning_rate, weight_decay, warmup_ratio, max_grad_norm: AdamW with a linear warm-up over a share of training
+            and a linear decay to 0, by samples seen; samples that are left out count as seen.
+        delta, initial_delta, delta_ratio, delta_shape: margin of AS-Softmax and how it comes down (`DeltaSchedule`).
+        speed_steps, speed_lambda: AS-Speed's largest number of micro-batches in an optimizer step (1: off) and lambda.
+        merge: run the micro-batches of a window as one pass, which gives the same gradient faster and takes the memory
+            of all of them.
+        skip: ``"solved"`` leaves out what AS-Softmax has solved (`SolvedSampler`), ``"infobatch"`` follows InfoBatch.
+        tolerance, recheck, screen_above: policy of `SolvedSampler`.
+        eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
+            evaluation means once an epoch, for checkpoints never.
+        metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``.
+        patience: evaluations without a better metric before training stops; 0: never.
+        precision: of the matrix products.
+        graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16, batches of one length.
+        seed: of weights, order and dropout.
+    """
+
+    loss: str = "as-softmax"
+    epochs: int = 3
+    batch_size: int = 32
+    eval_batch_size: int = 512
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.1
+    max_grad_norm: float = 1.0
+    delta: float = 0.1
+    initial_delta: float = 1.0
+    delta_ratio: float = 0.0
+    delta_shape: str = "linear"
+    speed_steps: int = 1
+    speed_lambda: float = 1.0
+    merge: bool = True
+    skip: str = "no"
+    tolerance: float = 0.01
+    recheck: float = 0.1
+    screen_above: float = 0.5
+    eval_steps: int = 0
+    save_steps: int = 0
+    save_total_limit: int = 2
+    logging_steps: int = 50
+    metric: str = "accuracy"
+    greater_is_better: bool = True
+    patience: int = 0
+    precision: str = "no"
+    graphs: bool = False
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if _checks.number("learning_rate", self.learning_rate, 0) == 0:
+            raise ValueError("learning_rate: expected a number above 0, found 0")
+        for name in ("epochs", "batch_size", "eval_batch_size", "speed_steps", "logging_steps", "save_total_limit"):
+            _checks.whole_number(name, getattr(self, name), 1, 2**31)
+        for name in ("eval_steps", "save_steps", "patience", "seed"):
+            _checks.whole_number(name, getattr(self, name), 0, 2**31)
+        for name in ("weight_decay", "max_grad_norm"):
+            _checks.number(name, getattr(self, name), 0)
+        _checks.number("warmup_ratio", self.warmup_ratio, 0, 1)
+        _checks.choice("delta_shape", self.delta_shape, SHAPES)
+        _checks.choice("skip", self.skip, SKIP)
+        _checks.choice("precision", self.precision, PRECISIONS)
+        self.schedule()
+        self.speed()
+        if not self.adaptive and (self.skip == "solved" or self.speed_steps > 1):
+            what = "skip='solved'" if self.skip == "solved" else f"speed_steps={self.speed_steps}"
+            raise ValueError(f"{what}: expected the loss 'as-softmax', which knows what is solved, found {self.loss!r}")
+        if self.graphs and (self.precision == "fp16" or (self.adaptive and self.delta_ratio > 0)):
+            raise ValueError("graphs: expected a constant delta and a precision other than fp16")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the loss has a margin and says which rows are solved."""
+        return self.loss == "as-softmax"
+
+    def objective(self, *, multilabel: bool) -> Objective:
+        """The loss, row by row: the loop weights and divides."""
+        options: dict[str, Any] = {"delta": self.schedule()(0)} if self.adaptive else {}
+        return make_objective(self.loss, multilabel=multilabel, reduction="none", **options)
+
+    def schedule(self) -> DeltaSchedule:
+        """The margin as a function of the share of training that is done."""
+        return DeltaSchedule(self.delta, self.initial_delta, self.delta_ratio, total_steps=1, shape=self.delta_shape)
+
+    def speed(self) -> ASSpeed:
+        """AS-Speed at its start."""
+        return ASSpeed(self.speed_lambda, self.speed_steps)
+
+    def learning_rate_at(self, progress: float) -> float:
+        """Linear warm-up and decay over training, ``progress`` in [0, 1]."""
+        if progress < self.warmup_ratio:
+            return self.learning_rate * progress / self.warmup_ratio
+        return self.learning_rate * (1 - progress) / (1 - self.warmup_ratio) if self.warmup_ratio < 1 else 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,192 @@
+"""The real Lightning Trainer on a tiny model: what it steps, visits, validates and resumes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from softsieve import ASCrossEntropyLoss
+from softsieve.errors import InputError
+from softsieve.training import ASSpeed
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from softsieve.integrations.lightning import DeltaCallback, SkipCallback, SpeedCallback
+
+ROWS, CLASSES, BATCH = 64, 4, 4
+
+
+def rows(ambiguous: int = 16) -> list[tuple[int, Tensor, Tensor]]:
+    """(index, features, label); of the last ``ambiguous`` rows, which all look alike, little can be learned."""
+    label = torch.arange(ROWS) % CLASSES
+    features = torch.eye(CLASSES)[label]
+    features[ROWS - ambiguous :] = 0.25
+    return list(zip(range(ROWS), features, label, strict=True))
+
+
+class Module(pl.LightningModule):
+    """A linear classifier that tells what Lightning made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(CLASSES, CLASSES)
+        self.criterion = ASCrossEntropyLoss(0.1, return_stats=True)
+        self.visited = Counter[int]()
+        self.windows: list[int] = []  # micro-batches of every optimizer step
+        self.rates: list[float] = []
+        self.places: list[float] = []  # in epochs, at the start of every micro-batch
+        self.deltas: list[float] = []
+        self.validations = 0
+        self._waiting = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        index, features, target = batch
+        self.visited.update(index.tolist())
+        self.deltas.append(self.criterion.delta)
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.places.append(self.trainer.current_epoch + batch_idx / self.trainer.num_training_batches)
+        self._waiting += 1
+        loss, stats = self.criterion(self.layer(features), target)
+        return {"loss": loss, "solved": stats.solved, "index": index}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self._waiting == self.trainer.accumulate_grad_batches or self.trainer.is_last_batch
+        self.windows.append(self._waiting)
+        self._waiting = 0
+
+    def starts(self) -> list[int]:
+        """The first micro-batch of every window."""
+        return [sum(self.windows[:step]) for step in range(len(self.windows))]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validations += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(
+    callbacks: list[pl.Callback], skip: SkipCallback | None = None, resume: Path | None = None, **settings: Any
+) -> tuple[Module, pl.Trainer]:
+    module = Module()
+    chosen = {"max_epochs": 6, "accelerator": "cpu", "devices": 1, **settings}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    chosen.setdefault("enable_checkpointing", any(isinstance(c, ModelCheckpoint) for c in callbacks))
+    trainer = pl.Trainer(callbacks=callbacks + ([skip] if skip else []), **quiet, **chosen)
+    data: Any = rows()
+    order: Any = torch.utils.data.RandomSampler(data) if skip is None else skip.sampler
+    loader: DataLoader[Any] = DataLoader(data, BATCH, sampler=order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader, DataLoader(data, ROWS), ckpt_path=resume)
+    return module, trainer
+
+
+def skipper() -> SkipCallback:
+    return SkipCallback(ROWS, tolerance=1.0)
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_speed_makes_fewer_optimizer_steps_of_the_same_rows(most: int) -> None:
+    module, trainer = fit([SpeedCallback(ASSpeed(max_steps=most))])
+    assert set(module.visited.values()) == {6}
+    assert trainer.global_step == len(module.windows) < 0.7 * 6 * ROWS / BATCH
+    assert (min(module.windows), max(module.windows)) == (1, most)
+    starts = [start for start, length in zip(module.starts(), module.windows, strict=True) for _ in range(length)]
+    assert module.rates == pytest.approx([0.1 * (1 - start / 96) for start in starts])
+    assert trainer.accumulate_grad_batches == 1  # as it was
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_skipping_visits_fewer_rows_and_goes_on_validating(accumulate: int) -> None:
+    module, trainer = fit([], skipper(), max_epochs=10, accumulate_grad_batches=accumulate)
+    assert trainer.current_epoch == 10
+    visited = torch.tensor([module.visited[row] for row in range(ROWS)]) / 10
+    assert visited.min() > 0
+    assert visited[:-16].mean() < 0.6
+    assert visited[-16:].mean() > visited[:-16].mean()
+    assert module.validations == 1 + 10  # the first is the sanity check
+    begins = module.starts()
+    nominal = [int(module.places[start] * 16 / accumulate + 1e-6) for start in begins]
+    assert [module.rates[start] for start in begins] == pytest.approx(
+        [0.1 * (1 - step / (160 / accumulate)) for step in nominal]
+    )
+
+
+@pytest.mark.parametrize("checkpoint", [{"every_n_epochs": 1}, {"every_n_train_steps": 7}])
+def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
+    def callbacks() -> list[pl.Callback]:
+        speed = SpeedCallback(ASSpeed(max_steps=2))
+        return [speed, DeltaCallback(0.1, ratio=0.5), ModelCheckpoint(tmp_path, save_top_k=-1, **checkpoint)]
+
+    whole, trainer = fit(callbacks(), skipper())
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)[:4]
+    assert len(saved) >= 3
+    for path in saved:
+        resumed, again = fit(callbacks(), skipper(), path)
+        assert again.global_step == trainer.global_step
+        left = whole.rates[len(whole.rates) - len(resumed.rates) :]
+        assert resumed.rates == left
+        assert resumed.deltas == whole.deltas[-len(resumed.deltas) :]
+        assert resumed.windows == whole.windows[-len(resumed.windows) :]
+        torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 32}])
+def test_margin_comes_down(limit: dict[str, Any]) -> None:
+    module, _ = fit([DeltaCallback(0.2, initial_delta=0.9, ratio=0.5)], **limit)
+    assert module.deltas[:17] == pytest.approx([0.9 - 0.7 * step / 16 for step in range(17)])
+    assert set(module.deltas[16:]) == {0.2}
+
+
+def test_refusals() -> None:
+    with pytest.raises(InputError, match="accumulate_grad_batches: expected 1, AS-Speed sets it, found 2"):
+        fit([SpeedCallback(ASSpeed())], accumulate_grad_batches=2)
+    with pytest.raises(InputError, match="train_dataloader: expected a DataLoader with the callback's sampler"):
+        fit([skipper()])
+    with pytest.raises(InputError, match="expected max_epochs or max_steps"):
+        fit([DeltaCallback()], max_epochs=-1)
+    with pytest.raises(InputError, match="training_step: expected a dict with 'solved', found loss"):
+        SpeedCallback(ASSpeed()).on_train_batch_end(pl.Trainer(), Module(), {"loss": 0}, None, 0)
+    with pytest.raises(InputError, match="expected an AS loss among the modules"):
+        DeltaCallback().on_train_start(pl.Trainer(max_epochs=1), pl.LightningModule())
+
+
+def test_two_processes_take_the_same_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not lead anywhere
+    fit([SpeedCallback(ASSpeed(max_steps=2)), Note(tmp_path)], skipper(), devices=2, strategy="ddp_spawn")
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["windows"] == second["windows"]
+    assert max(first["windows"]) == 2
+    assert torch.equal(first["plan"], second["plan"])
+    assert sum(first["visited"].values()) == sum(second["visited"].values()) < 0.8 * 6 * ROWS / 2
+    assert set(first["visited"]) | set(second["visited"]) == set(range(ROWS))
+
+
+class Note(pl.Callback):
+    """Leaves what a process saw in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Module)
+        skip = next(callback for callback in trainer.callbacks if isinstance(callback, SkipCallback))  # type: ignore[attr-defined]
+        seen = {"windows": pl_module.windows, "visited": dict(pl_module.visited), "plan": skip.solved.next_epoch()}
+        torch.save(seen, self.folder / f"{trainer.global_rank}.pt")
