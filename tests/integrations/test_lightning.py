@@ -56,7 +56,7 @@ class Module(pl.LightningModule):
         self.visited.update(index.tolist())
         self.deltas.append(self.criterion.delta)
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        self.places.append(self.trainer.current_epoch + batch_idx / self.trainer.num_training_batches)
+        self.places.append(self.trainer.current_epoch + batch_idx / len(self.trainer.train_dataloader))  # type: ignore[arg-type]
         self._waiting += 1
         loss, stats = self.criterion(self.layer(features), target)
         return {"loss": loss, "solved": stats.solved, "index": index}
@@ -81,9 +81,13 @@ class Module(pl.LightningModule):
 
 
 def fit(
-    callbacks: list[pl.Callback], skip: SkipCallback | None = None, resume: Path | None = None, **settings: Any
+    callbacks: list[pl.Callback],
+    skip: SkipCallback | None = None,
+    resume: Path | None = None,
+    make: type[Module] = Module,
+    **settings: Any,
 ) -> tuple[Module, pl.Trainer]:
-    module = Module()
+    module = make()
     chosen = {"max_epochs": 6, "accelerator": "cpu", "devices": 1, **settings}
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     chosen.setdefault("enable_checkpointing", any(isinstance(c, ModelCheckpoint) for c in callbacks))
@@ -128,7 +132,10 @@ def test_skipping_visits_fewer_rows_and_goes_on_validating(accumulate: int) -> N
     )
 
 
-@pytest.mark.parametrize("checkpoint", [{"every_n_epochs": 1}, {"every_n_train_steps": 7}])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [{"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}, {"every_n_train_steps": 7}],
+)
 def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     def callbacks() -> list[pl.Callback]:
         speed = SpeedCallback(ASSpeed(max_steps=2))
@@ -145,6 +152,20 @@ def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
         assert resumed.deltas == whole.deltas[-len(resumed.deltas) :]
         assert resumed.windows == whole.windows[-len(resumed.windows) :]
         torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=0)
+
+
+class Short(Module):
+    """Ends its epochs itself."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+def test_an_epoch_cut_short_is_over_all_the_same() -> None:
+    skip = skipper()
+    module, _ = fit([], skip, make=Short, max_epochs=3)
+    assert sum(module.visited.values()) == 3 * 3 * BATCH
+    assert skip.solved.state_dict()["epoch"] == 2
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 32}])
@@ -170,13 +191,22 @@ def test_refusals() -> None:
 def test_two_processes_take_the_same_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "linux":
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not lead anywhere
-    fit([SpeedCallback(ASSpeed(max_steps=2)), Note(tmp_path)], skipper(), devices=2, strategy="ddp_spawn")
+    speed = SpeedCallback(ASSpeed(lam=1.2, max_steps=2))
+    fit([speed, Note(tmp_path)], skipper(), make=Unequal, devices=2, strategy="ddp_spawn")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["windows"] == second["windows"]
     assert max(first["windows"]) == 2
     assert torch.equal(first["plan"], second["plan"])
     assert sum(first["visited"].values()) == sum(second["visited"].values()) < 0.8 * 6 * ROWS / 2
     assert set(first["visited"]) | set(second["visited"]) == set(range(ROWS))
+
+
+class Unequal(Module):
+    """Only the first process has solved rows to report."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "solved": outputs["solved"] & (self.trainer.global_rank == 0)}
 
 
 class Note(pl.Callback):

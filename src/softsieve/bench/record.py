@@ -61,13 +61,18 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_record(path: Path, suite: str, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
-    """Write the results of a suite with their provenance, all or nothing."""
-    record = {"suite": suite, "settings": dict(settings), "provenance": provenance(), "results": list(results)}
+def write_text(path: Path, text: str) -> None:
+    """Write a file, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.write_text(text)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_record(path: Path, suite: str, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+    """Write the results of a suite with their provenance, all or nothing."""
+    record = {"suite": suite, "settings": dict(settings), "provenance": provenance(), "results": list(results)}
+    write_text(path, json.dumps(record, indent=1) + "\n")

@@ -165,35 +165,37 @@ class SkipCallback(Callback):
             self._accumulate = trainer.accumulate_grad_batches  # before AS-Speed moves it
             self._share_out(trainer)
 
-    def _tell(self) -> None:
-        while self._noted:
-            self.solved.update(*self._noted.pop())
-
     def _share_out(self, trainer: Trainer) -> None:
         """Give this process its share of the plan, of a new one if the last is over."""
-        if self._over:
+        if self._over and not self._loaded:
             self._tell()
             self._plan, self._over, self._batches = self.solved.next_epoch(), False, 0
         every, rows = trainer.world_size, len(self._plan)
         mine = torch.arange(trainer.global_rank, rows + -rows % every, every)  # as many for every process
         self.sampler.rows, self.sampler.start = self._plan[mine % rows].tolist(), 0
 
+    def _tell(self) -> None:
+        while self._noted:
+            self.solved.update(*self._noted.pop())
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or loader.sampler is not self.sampler:
             raise InputError("train_dataloader: expected a DataLoader with the callback's sampler, found another")
         self._full = max(self._full, trainer.num_training_batches)
-        if self._loaded:  # Lightning has made an iterator already, from before the checkpoint was read
+        if self._loaded:  # Lightning first ends the epoch of the checkpoint, even if only formally
             self._share_out(trainer)
             self.sampler.start = self._batches * (loader.batch_size or 1)
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-            self._loaded = False
-        self._measure(trainer)
+            self._measure(trainer)
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # the one it has is from before the checkpoint
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loaded, self._loaded = self._loaded, False
         if self._over:
             self._share_out(trainer)
             self._measure(trainer)
+            if loaded:
+                iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # not renewed in the first epoch
 
     def _measure(self, trainer: Trainer) -> None:
         """Tell Lightning how many batches the epoch has, on which validation depends."""
@@ -212,7 +214,7 @@ class SkipCallback(Callback):
         self._batches, self._over = batch_idx + 1, trainer.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._over = True  # also when the epoch was cut short
+        self._over = True  # also when cut short
 
     def state_dict(self) -> dict[str, Any]:
         self._tell()

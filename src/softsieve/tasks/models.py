@@ -53,7 +53,7 @@ class TextBody(Body):
 class TokensBody(Body):
     """Convolutions over the words of a sentence; ``ids`` (rows, positions, hashed features of it), padded with 0."""
 
-    features = 128
+    features = 96
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TokensBody(Body):
         hidden = self.norms[0](self.widen(self.dropout(8 * self.table(ids).mean(2))))  # (rows, positions, features)
         for convolution, norm in zip(self.convolutions, list(self.norms)[1:], strict=True):
             around = convolution((hidden * word).transpose(1, 2)).transpose(1, 2)
-            hidden = norm(hidden + self.dropout(F.gelu(around)))
+            hidden = norm(hidden + self.dropout(F.relu(around)))
         return hidden  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,7 @@ class ImageBody(Body):
 
     def __init__(self, size: int, mirror: bool) -> None:
         super().__init__()
-        self.net = ResNet(3, first_stride=2 if size > 16 else 1)
+        self.net = ResNet(3, shrink=4 if size > 40 else 2 if size > 16 else 1)
         self.features = self.net.features
         self.mirror = mirror
 
@@ -110,7 +110,7 @@ class AudioBody(Body):
         super().__init__()
         self.register_buffer("window", torch.hann_window(256), persistent=False)
         self.register_buffer("filters", mel_filters(40, 256, SAMPLE_RATE), persistent=False)
-        self.net = ResNet(1, first_stride=2)
+        self.net = ResNet(1, shrink=4)
         self.features = self.net.features
 
     def forward(self, samples: Tensor) -> Tensor:
@@ -127,20 +127,21 @@ class AudioBody(Body):
 
 
 class ResNet(nn.Module):
-    """Three stages of one residual block each, then the mean over all places."""
+    """Three stages of one residual block each on images made ``shrink`` times smaller, then the mean over all places."""
 
     features = 128
 
-    def __init__(self, channels: int, *, first_stride: int) -> None:
+    def __init__(self, channels: int, *, shrink: int) -> None:
         super().__init__()
-        self.stem = _convolution(channels, 32, stride=first_stride)
+        self.stem = _convolution(channels, 32, stride=2 if shrink == 4 else 1)
+        self.pool = nn.Identity() if shrink == 1 else nn.MaxPool2d(3, 2, padding=1)
         self.blocks = nn.Sequential(
             ResidualBlock(32, 32, stride=1), ResidualBlock(32, 64, stride=2), ResidualBlock(64, 128, stride=2)
         )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        places = self.blocks(F.relu(self.stem(images)))  # (rows, features, height, width)
+        places = self.blocks(self.pool(F.relu(self.stem(images))))  # (rows, features, height, width)
         return self.dropout(places.mean((2, 3)))  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -113,7 +114,9 @@ class Trainer:
     ) -> None:
         self.settings, self.objective, self.judge = settings, objective, judge
         self.output, self.show, self.console = output, show, console
-        self.accelerator = Accelerator(mixed_precision=settings.precision)
+        # A graph must not refer to copies of the weights that autocast made for an earlier call.
+        copies = AutocastKwargs(cache_enabled=not settings.graphs)
+        self.accelerator = Accelerator(mixed_precision=settings.precision, kwargs_handlers=[copies])
         self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.device = self.accelerator.device
         self.graphs = settings.graphs and self.device.type == "cuda" and self.ranks == 1

@@ -1,0 +1,67 @@
+"""`softsieve compare`: losses x seeds x data sets in one go."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    task: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
+    row: Annotated[list[str] | None, typer.Option(help="a row of the table, such as as-skip; several; all")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each row")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="seed of the first of them")] = 0,
+    model: Annotated[str | None, typer.Option(help="name or folder of a Hugging Face encoder; else built-in")] = None,
+    max_length: Annotated[int, typer.Option(min=1, help="tokens of a text that the model reads")] = 128,
+    data_dir: Annotated[Path, typer.Option(help="where the presets' data are")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="results: OUT.json, OUT.md and a folder OUT.runs")] = Path("compare"),
+    epochs: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
+    delta: Annotated[float | None, typer.Option(min=0, max=1, help="instead of the recipe's")] = None,
+    precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
+    graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
+    side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
+) -> None:
+    """Train every loss with every seed on every data set, and say which is better and what it costs.
+
+    Each run is written to OUT.runs when it is done; started again, the command makes only what is missing.
+    """
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from softsieve.cli.errors import one_line
+    from softsieve.experiments import compare as suite
+    from softsieve.experiments.recipes import ROWS
+
+    console = Console()
+    asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
+    overrides = {name: value for name, value in asked.items() if value is not None}
+    with one_line():
+        jobs = suite.plan(
+            task,
+            row or list(ROWS),
+            range(first_seed, first_seed + seeds),
+            model=model,
+            max_length=max_length,
+            data_dir=data_dir,
+            overrides={**overrides, "precision": precision, "graphs": graphs},
+        )
+        runs = []
+        for job, found in suite.run_all(jobs, out.with_suffix(".runs"), side_by_side=side_by_side):
+            runs.append((job, found))
+            score = found["test"][found["settings"]["metric"]]
+            console.print(
+                f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score:.4f} "
+                f"in {found['seconds']:.1f} s",
+                highlight=False,
+            )
+        order = {job.name: number for number, job in enumerate(jobs)}
+        runs.sort(key=lambda run: order[run[0].name])
+        command = shlex.join(["softsieve", *sys.argv[1:]])
+        suite.write_results(out, [found for _, found in runs], command)
+        console.print(Markdown(out.with_suffix(".md").read_text()))

@@ -1,0 +1,298 @@
+"""What `softsieve train` can be told, and the settings that come of it.
+
+The options have the names of Hugging Face's training scripts and of the published AS-Softmax code, so that their
+command lines work as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from softsieve import _checks
+from softsieve.errors import InputError
+
+STRATEGIES = ("steps", "epoch", "no")
+NEVER = 2**31  # a number of steps that no run gets to
+TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+_DATA, _MODEL, _TRAINING = "What to learn from", "The model", "Training"
+_MARGIN = "AS-Softmax (--loss as-softmax)"
+_WHEN, _OUTPUT = "When to evaluate, log and save", "Output"
+
+
+def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `softsieve train`, as they were given."""
+
+    # What to learn from
+    data: Annotated[
+        str | None,
+        _option(
+            _DATA,
+            "a file (.csv, .tsv, .jsonl, .parquet, .conll), a folder (one folder per class, or train.csv and so on), a "
+            "Hugging Face data set or a data set we know (see --task-name)",
+        ),
+    ] = None
+    validation_data: Annotated[str | None, _option(_DATA, "validation data of its own")] = None
+    test_data: Annotated[str | None, _option(_DATA, "test data of its own")] = None
+    task_name: Annotated[
+        str | None,
+        _option(
+            _DATA,
+            "a data set we know: sst5, clinc150, goemotions, reuters, conll2003, sighan15, mnist, eurosat, cifar10 or "
+            "fsdd, read from --data-dir",
+        ),
+    ] = None
+    data_dir: Annotated[
+        Path | None, _option(_DATA, "where the data sets we know are, a folder each; data if not given")
+    ] = None
+    task: Annotated[
+        str | None, _option(_DATA, "text, multilabel, tokens, image or audio; found from the data if not given")
+    ] = None
+    text_column: Annotated[
+        str | None, _option(_DATA, "column of texts, words or file names, where its name does not tell")
+    ] = None
+    label_column: Annotated[str | None, _option(_DATA, "column of labels, where its name does not tell")] = None
+    validation_share: Annotated[
+        float | None, _option(_DATA, "share of the rows held out where there are no validation data; 0.1 if not given")
+    ] = None
+    max_seq_length: Annotated[int, _option(_DATA, "words or tokens of a text that the model reads; 128")] = 128
+    dataloader_num_workers: Annotated[int, _option(_DATA, "threads that decode images and sounds; 0", min=0)] = 0
+    dataloader_pin_memory: Annotated[
+        bool, _option(_DATA, "nothing to do here, accepted for scripts: all rows are on the device from the start")
+    ] = True
+
+    # The model
+    model_name_or_path: Annotated[
+        str | None, _option(_MODEL, "name or folder of a Hugging Face encoder; a small built-in model if not given")
+    ] = None
+    cache_dir: Annotated[Path | None, _option(_MODEL, "where to keep what is downloaded from Hugging Face")] = None
+
+    # Training
+    do_train: Annotated[
+        bool, _option(_TRAINING, "train; of --do-train, --do-eval and --do-predict, all three are done if none is given")
+    ] = False
+    do_eval: Annotated[bool, _option(_TRAINING, "evaluate on the validation data")] = False
+    do_predict: Annotated[bool, _option(_TRAINING, "evaluate on the test data")] = False
+    loss: Annotated[
+        str,
+        _option(
+            _TRAINING,
+            "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, label-smoothing "
+            "or am-softmax; multi-label: as-softmax or softmax",
+        ),
+    ] = "as-softmax"
+    num_train_epochs: Annotated[
+        float | None, _option(_TRAINING, "passes over the data; 3, and more for the built-in models")
+    ] = None
+    learning_rate: Annotated[float | None, _option(_TRAINING, "peak; 5e-5, and more for the built-in models")] = None
+    per_device_train_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch on each process")] = None
+    per_device_eval_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch in evaluation")] = None
+    weight_decay: Annotated[float, _option(_TRAINING, "of AdamW; 0.01")] = 0.01
+    warmup_ratio: Annotated[float, _option(_TRAINING, "share of training in which the learning rate rises; 0.1")] = 0.1
+    max_grad_norm: Annotated[float, _option(_TRAINING, "gradients are clipped to this norm, 0 for never; 1")] = 1.0
+    fp16: Annotated[bool, _option(_TRAINING, "mixed precision on a GPU; without one, float32 and a word about it")] = (
+        False
+    )
+    bf16: Annotated[bool, _option(_TRAINING, "mixed precision")] = False
+    graphs: Annotated[bool, _option(_TRAINING, "replay steps as CUDA graphs, which small models gain from")] = False
+    seed: Annotated[int, _option(_TRAINING, "of weights, order and dropout; 42")] = 42
+
+    # AS-Softmax
+    min_as_delta: Annotated[
+        float | None,
+        _option(
+            _MARGIN, "the margin: a row is solved when its label beats every other class by it; 0.1", "--min-as-delta",
+            "--delta",
+        ),
+    ] = None
+    as_warm_up: Annotated[bool, _option(_MARGIN, "bring the margin down to its value from --initial-as-delta")] = False
+    initial_as_delta: Annotated[float, _option(_MARGIN, "margin at the start of --as-warm-up; 1.0, plain softmax")] = 1.0
+    ratio: Annotated[float, _option(_MARGIN, "share of training that --as-warm-up takes; 0")] = 0.0
+    as_speed_up: Annotated[bool, _option(_MARGIN, "AS-Speed: larger steps the more rows are solved")] = False
+    accu_steps: Annotated[int, _option(_MARGIN, "batches in a step of --as-speed-up at most; 2")] = 2
+    accu_lambda: Annotated[float, _option(_MARGIN, "how soon --as-speed-up takes larger steps; 1")] = 1.0
+    skip_solved: Annotated[bool, _option(_MARGIN, "leave solved rows out of training and look at them again later")] = (
+        False
+    )
+    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.01")] = None
+
+    # When to evaluate, log and save
+    evaluation_strategy: Annotated[
+        str | None,
+        _option(
+            _WHEN,
+            "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
+            "--evaluation-strategy",
+            "--eval-strategy",
+        ),
+    ] = None
+    eval_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between evaluations; 500", min=1)] = None
+    logging_strategy: Annotated[str | None, _option(_WHEN, "steps (this if not given), epoch or no")] = None
+    logging_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between log lines; 50", min=1)] = None
+    save_strategy: Annotated[
+        str | None,
+        _option(_WHEN, "steps, epoch (as many steps as one has when nothing is skipped) or no (this if not given)"),
+    ] = None
+    save_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between checkpoints; 500", min=1)] = None
+    save_total_limit: Annotated[int, _option(_WHEN, "checkpoints to keep; 2")] = 2
+    metric_for_best_model: Annotated[
+        str | None,
+        _option(_WHEN, "loss, accuracy, macro_f1, micro_f1 or entity_f1; found from the kind of data if not given"),
+    ] = None
+    greater_is_better: Annotated[bool | None, _option(_WHEN, "whether it is; found from the metric if not given")] = None
+    load_best_model_at_end: Annotated[
+        bool, _option(_WHEN, "keep the weights of the best evaluation; for the last ones, --evaluation-strategy no")
+    ] = True
+    early_stopping_patience: Annotated[
+        int, _option(_WHEN, "evaluations without a better one before training stops; 0: never")
+    ] = 0
+
+    # Output
+    output_dir: Annotated[
+        Path, _option(_OUTPUT, "for the model, its metrics, checkpoints and the log; softsieve-run if not given")
+    ] = Path("softsieve-run")
+    overwrite_output_dir: Annotated[bool, _option(_OUTPUT, "replace the run that is there")] = False
+    resume_from_checkpoint: Annotated[
+        str | None, _option(_OUTPUT, "a checkpoint's folder to go on from; bare or True, the latest in --output-dir")
+    ] = None
+    show_progress: Annotated[bool, _option(_OUTPUT, "show a progress bar")] = True
+    quiet: Annotated[bool, _option(_OUTPUT, "print nothing but errors")] = False
+
+
+def takes_options(command: Callable[[Options], None]) -> Callable[..., None]:
+    """The command as a function of single options, as Typer wants it."""
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(Options)
+    ]
+
+    def call(**values: Any) -> None:
+        command(Options(**values))
+
+    call.__name__, call.__doc__, call.__annotations__ = command.__name__, command.__doc__, hints
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+class ScriptCommand(TyperCommand):
+    """Takes underscores for dashes, and flags bare or followed by True or False."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """With what scripts write put into what Typer reads."""
+        flags = {name for p in self.params if getattr(p, "is_flag", False) for name in p.opts}
+        return super().parse_args(ctx, list(plain_arguments(args, flags)))
+
+
+def plain_arguments(args: Sequence[str], flags: set[str]) -> Iterator[str]:
+    """Arguments with dashes for underscores in names, flags without values, and other options with them.
+
+    Example:
+        >>> args = ["--fp16", "False", "--do_eval", "--save_steps=9", "--resume_from_checkpoint", "--do_train", "True"]
+        >>> list(plain_arguments(args, {"--fp16", "--do-eval", "--do-train"}))
+        ['--no-fp16', '--do-eval', '--save-steps=9', '--resume-from-checkpoint', 'True', '--do-train']
+    """
+    rest = list(args)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name in flags and not equals and rest and rest[0].lower() in TRUTH:
+            equals, value = "=", rest.pop(0)
+        if name in flags and value.lower() in TRUTH:
+            yield name if TRUTH[value.lower()] else f"--no-{name[2:]}"
+            continue
+        yield name + equals + value
+        if name == "--resume-from-checkpoint" and not equals and (not rest or rest[0].startswith("-")):
+            yield "True"
+
+
+def steps_between(what: str, strategy: str | None, steps: int | None, usual: str, often: int, epoch: int) -> int:
+    """Optimizer steps from one evaluation, log line or checkpoint to the next.
+
+    Args:
+        what: which of them, as it is called in the names of the options.
+        strategy, steps: what was asked for.
+        usual: strategy if there was nothing asked for.
+        often: steps if only "steps" was asked for.
+        epoch: what stands for once an epoch.
+    """
+    strategy = strategy or ("steps" if steps is not None else usual)
+    _checks.choice(f"{what}_strategy", strategy, STRATEGIES)
+    if strategy != "steps" and steps is not None:
+        raise InputError(f"{what}_steps: expected only with the strategy steps, found it with {strategy}")
+    return {"steps": steps or often, "epoch": epoch, "no": NEVER}[strategy]
+
+
+def make_settings(options: Options, defaults: Mapping[str, Any], *, rows: int, processes: int, gpu: bool) -> Any:
+    """The `Settings` of a run.
+
+    Args:
+        options: what was asked for.
+        defaults: settings to take where nothing was: epochs, batch_size, eval_batch_size, learning_rate, metric, delta.
+        rows, processes: training rows, and processes that share them.
+        gpu: whether there is one, for fp16 needs it.
+
+    Raises:
+        InputError, TypeError, ValueError: naming the option, what was expected and what was found.
+    """
+    from softsieve.training.settings import Settings
+
+    def either(asked: Any, name: str) -> Any:
+        return defaults[name] if asked is None else asked
+
+    if not options.load_best_model_at_end:
+        raise InputError(
+            "load_best_model_at_end: expected True, found False: for the last weights give --evaluation_strategy no"
+        )
+    if options.fp16 and options.bf16:
+        raise InputError("precision: expected fp16 or bf16, found both")
+    if options.tolerance is not None and not options.skip_solved:
+        raise InputError("tolerance: expected only with --skip_solved")
+    epochs = either(options.num_train_epochs, "epochs")
+    if epochs != int(epochs):
+        raise InputError(f"num_train_epochs: expected a whole number, found {epochs:g}")
+    batch_size = either(options.per_device_train_batch_size, "batch_size")
+    _checks.whole_number("per_device_train_batch_size", batch_size, 1, NEVER)
+    epoch = -(-rows // (batch_size * processes))
+    metric = either(options.metric_for_best_model, "metric").removeprefix("eval_")
+    save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
+    return Settings(
+        loss=options.loss,
+        epochs=int(epochs),
+        batch_size=batch_size,
+        eval_batch_size=either(options.per_device_eval_batch_size, "eval_batch_size"),
+        learning_rate=either(options.learning_rate, "learning_rate"),
+        weight_decay=options.weight_decay,
+        warmup_ratio=options.warmup_ratio,
+        max_grad_norm=options.max_grad_norm,
+        delta=either(options.min_as_delta, "delta"),
+        initial_delta=options.initial_as_delta,
+        delta_ratio=options.ratio if options.as_warm_up else 0.0,
+        speed_steps=options.accu_steps if options.as_speed_up else 1,
+        speed_lambda=options.accu_lambda,
+        skip="solved" if options.skip_solved else "no",
+        tolerance=0.01 if options.tolerance is None else options.tolerance,
+        eval_steps=steps_between("eval", options.evaluation_strategy, options.eval_steps, "epoch", 500, 0),
+        logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
+        save_steps=0 if save_steps == NEVER else save_steps,
+        save_total_limit=options.save_total_limit,
+        metric=metric,
+        greater_is_better=metric != "loss" if options.greater_is_better is None else options.greater_is_better,
+        patience=options.early_stopping_patience,
+        precision="bf16" if options.bf16 else "fp16" if options.fp16 and gpu else "no",
+        graphs=options.graphs,
+        seed=options.seed,
+    )

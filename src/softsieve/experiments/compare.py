@@ -1,0 +1,252 @@
+"""Losses x seeds x data sets: every run once, each in a file of its own, and a table of them all."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softsieve.bench.record import provenance, write_record, write_text
+from softsieve.errors import InputError
+from softsieve.experiments.recipes import BASELINE, ROWS, recipe
+from softsieve.tasks.presets import PRESETS, load_preset
+from softsieve.tasks.read import read_data
+from softsieve.tasks.task import Task
+from softsieve.training.run import Splits, encode, train
+from softsieve.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row of the table on one data set with one seed."""
+
+    task: str  # a preset, or a file or folder of data
+    row: str
+    settings: Settings
+    model: str | None  # name or folder of a pretrained encoder; None: the built-in one
+    max_length: int
+    data_dir: str
+
+    @property
+    def name(self) -> str:
+        """Of its file; another configuration has another name."""
+        said = json.dumps([self.settings.asdict(), self.model, self.max_length], sort_keys=True)
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        return f"{Path(self.task).stem}-{self.row}-{self.settings.seed}-{digest}"
+
+
+def plan(
+    tasks: Sequence[str],
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    model: str | None,
+    max_length: int,
+    data_dir: Path,
+    overrides: dict[str, Any],
+) -> list[Job]:
+    """All runs of a comparison, data set by data set and seed by seed.
+
+    Raises:
+        InputError: for an unknown row.
+        TypeError, ValueError: for settings that cannot be.
+    """
+    for row in rows:
+        if row not in ROWS:
+            raise InputError(f"row: expected one of {', '.join(ROWS)}, found {row!r}")
+    return [
+        Job(
+            task,
+            row,
+            Settings(**{**recipe(task, pretrained=model is not None), **overrides, **ROWS[row], "seed": seed}),
+            model,
+            max_length,
+            str(data_dir),
+        )
+        for task in tasks
+        for seed in seeds
+        for row in rows
+    ]
+
+
+@lru_cache(maxsize=1)  # jobs come data set by data set
+def _prepare(task: str, model: str | None, max_length: int, data_dir: str) -> tuple[Task, Splits]:
+    data = load_preset(task, Path(data_dir)) if task in PRESETS else read_data(task)
+    built = Task.build(data, model=model, max_length=max_length)
+    if data.test is None:
+        raise InputError(f"{task}: a comparison needs test data, found none")
+    return built, encode(built, data.train, data.validation, data.test)
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Make one run and say what it came to."""
+    task, splits = _prepare(job.task, job.model, job.max_length, job.data_dir)
+    run = train(task, splits, job.settings)
+    gc.collect()  # a trainer and its graphs refer to each other, and the next run wants the memory
+    result = run.result
+    return {
+        "task": Path(job.task).name,
+        "row": job.row,
+        "seed": job.settings.seed,
+        "model": Path(job.model).name if job.model else "built-in",
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "test": run.test,
+        "validation": result.best,
+        "seconds": result.seconds,
+        "evaluation_seconds": result.evaluation_seconds,
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "trained_rows": result.trained,
+        "screened_rows": result.screened,
+        "solved": [line["solved"] for line in result.log if "solved" in line],
+        "settings": job.settings.asdict(),
+        "max_length": job.max_length,
+        "rows": {name: len(part) for name, part in splits._asdict().items() if part is not None},
+        "classes": len(task.labels),
+    }
+
+
+def _worker(job: Job) -> tuple[Job, dict[str, Any] | Exception]:
+    try:
+        return job, run_job(job)
+    except InputError as error:
+        return job, error
+
+
+def _alone(threads: int) -> None:
+    torch.set_num_threads(threads)
+
+
+def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Make the runs that ``folder`` does not hold yet, each written there when it is done, and yield them all.
+
+    Raises:
+        InputError: from the first run that fails; those made before are kept.
+    """
+    missing = []
+    for job in jobs:
+        path = folder / f"{job.name}.json"
+        if path.exists():
+            yield job, json.loads(path.read_text())
+        else:
+            missing.append(job)
+    for job, found in _results(missing, side_by_side):
+        if isinstance(found, Exception):
+            raise found
+        found |= {"side_by_side": side_by_side, "provenance": provenance()}
+        write_text(folder / f"{job.name}.json", json.dumps(found) + "\n")
+        yield job, found
+
+
+def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | Exception]]:
+    if side_by_side == 1:
+        yield from map(_worker, jobs)
+        return
+    threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    with multiprocessing.get_context("spawn").Pool(side_by_side, _alone, (threads,)) as pool:
+        yield from pool.imap_unordered(_worker, jobs)
+
+
+def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for every data set and row: means over seeds, and the paired test against the baseline."""
+    lines = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        here = [run for run in runs if run["task"] == task]
+        by_row = {row: {r["seed"]: r for r in here if r["row"] == row} for row in ROWS}
+        base = by_row[BASELINE]
+        for row, found in by_row.items():
+            if not found:
+                continue
+            ordered = [found[seed] for seed in sorted(found)]
+            metric = ordered[0]["settings"]["metric"]
+            scores = [run["test"][metric] for run in ordered]
+            mean = _mean_of(ordered)
+            line = {
+                "task": task,
+                "row": row,
+                "metric": metric,
+                "seeds": len(scores),
+                "mean": statistics.mean(scores),
+                "deviation": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+                "p": None,
+                "speed": None,
+                **{name: mean(name) for name in ("seconds", "steps", "trained_rows", "screened_rows")},
+            }
+            shared = sorted(found.keys() & base.keys())
+            if row != BASELINE and shared:
+                line["p"] = _paired(
+                    [found[s]["test"][metric] for s in shared], [base[s]["test"][metric] for s in shared]
+                )
+                line["speed"] = sum(base[s]["seconds"] for s in shared) / sum(found[s]["seconds"] for s in shared)
+            lines.append(line)
+    return lines
+
+
+def _mean_of(runs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
+    return lambda name: statistics.mean(run[name] for run in runs)
+
+
+def _paired(scores: Sequence[float], base: Sequence[float]) -> float | None:
+    """Two-sided p of the paired t-test; None where it says nothing."""
+    from scipy.stats import ttest_rel
+
+    if len(scores) < 2 or len({a - b for a, b in zip(scores, base, strict=True)}) == 1:
+        return None
+    return float(ttest_rel(scores, base).pvalue)
+
+
+def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
+    """The table for people, with what it was made with."""
+    text = [f"Made with\n\n```\n{command}\n```\n"]
+    made = runs[0]["provenance"]
+    machine = made["gpu"] or made["machine"]["processor"]
+    text.append(
+        f"at commit {made['commit']} on {machine}, torch {made['versions']['torch']}. Mean and standard deviation over "
+        f"seeds on the test rows, at the best validation epoch; p: paired t-test against {BASELINE} over the same seeds; "
+        f"speed: wall time of {BASELINE} over that of the row, training and validation; trained: rows that went forward "
+        "and backward, looked at: rows that went forward only, to see whether they are solved.\n"
+    )
+    for task in dict.fromkeys(run["task"] for run in runs):
+        here = [run for run in runs if run["task"] == task]
+        settings, beside = here[0]["settings"], max(run["side_by_side"] for run in here)
+        rows = ", ".join(f"{count} {name}" for name, count in here[0]["rows"].items())
+        said = ", ".join(f"{name} {settings[name]:g}" for name in ("epochs", "batch_size", "learning_rate", "delta"))
+        text.append(
+            f"## {task}\n\n{here[0]['model']}, {here[0]['classes']} classes, rows: {rows}; {said}, {_how(settings)}."
+        )
+        if beside > 1:
+            text.append(f"{beside} runs side by side: seconds are those of a shared machine.")
+        metric = settings["metric"].replace("_", " ")
+        text.append(
+            f"\n| | {metric} % | p | seconds | speed | steps | trained | looked at |\n|---|---|---|---|---|---|---|---|"
+        )
+        for line in summarise(here):
+            p = "" if line["p"] is None else f"{line['p']:.3f}"
+            speed = "" if line["speed"] is None else f"{line['speed']:.2f}x"
+            text.append(
+                f"| {line['row']} | {100 * line['mean']:.2f} ± {100 * line['deviation']:.2f} | {p} "
+                f"| {line['seconds']:.1f} | {speed} | {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
+            )
+        text.append(f"\n{len({run['seed'] for run in here})} seeds.\n")
+    return "\n".join(text)
+
+
+def _how(settings: dict[str, Any]) -> str:
+    precision = "fp32" if settings["precision"] == "no" else settings["precision"]
+    return precision + (", CUDA graphs" if settings["graphs"] else "")
+
+
+def write_results(out: Path, runs: Sequence[dict[str, Any]], command: str) -> None:
+    """``out``.json with everything and ``out``.md for people, each all or nothing."""
+    write_record(out.with_suffix(".json"), "compare", {"command": command}, [*summarise(runs), *runs])
+    write_text(out.with_suffix(".md"), markdown(runs, command))
