@@ -67,9 +67,14 @@ def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monke
     assert len(files) == 6
     before = [file.read_bytes() for file in files]
     files[0].unlink()
-    made = []
+    made: list[str] = []
     real = compare.run_job
-    monkeypatch.setattr(compare, "run_job", lambda job: made.append(job.row) or real(job))
+
+    def counted(job: compare.Job) -> dict[str, Any]:
+        made.append(job.row)
+        return real(job)
+
+    monkeypatch.setattr(compare, "run_job", counted)
     assert CliRunner().invoke(app, command(weather, out)).exit_code == 0
     assert len(made) == 1
     again = [json.loads(file.read_text()) for file in sorted(out.with_suffix(".runs").iterdir())]

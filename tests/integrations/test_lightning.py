@@ -134,7 +134,7 @@ def test_skipping_visits_fewer_rows_and_goes_on_validating(accumulate: int) -> N
 
 @pytest.mark.parametrize(
     "checkpoint",
-    [{"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}, {"every_n_train_steps": 7}],
+    [{"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}, {"every_n_train_steps": 8}],
 )
 def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     def callbacks() -> list[pl.Callback]:

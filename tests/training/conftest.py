@@ -1,4 +1,4 @@
-"""Every test here starts with an Accelerate that knows nothing of the one before, on the CPU unless it asks for more."""
+"""Every test here starts with an Accelerate that knows nothing of the test before, and on the CPU."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from softsieve import _checks
 from softsieve.errors import InputError
+from softsieve.training.settings import Settings
 
 STRATEGIES = ("steps", "epoch", "no")
 NEVER = 2**31  # a number of steps that no run gets to
@@ -170,6 +171,32 @@ class Options:
     show_progress: Annotated[bool, _option(_OUTPUT, "show a progress bar")] = True
     quiet: Annotated[bool, _option(_OUTPUT, "print nothing but errors")] = False
 
+    @property
+    def asks_evaluation(self) -> bool:
+        """Whether it was said that there should be evaluations on validation data."""
+        given = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
+        return self.do_eval or given or self.early_stopping_patience > 0
+
+    @property
+    def does_all(self) -> bool:
+        """Whether nothing was said of what to do."""
+        return not (self.do_train or self.do_eval or self.do_predict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether to train, or only to judge the model that is there."""
+        return self.do_train or self.does_all
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether to use the validation data."""
+        return self.asks_evaluation or self.does_all
+
+    @property
+    def predicts(self) -> bool:
+        """Whether to use the test data."""
+        return self.do_predict or self.does_all
+
 
 def takes_options(command: Callable[[Options], None]) -> Callable[..., None]:
     """The command as a function of single options, as Typer wants it."""
@@ -236,24 +263,27 @@ def steps_between(what: str, strategy: str | None, steps: int | None, usual: str
     return {"steps": steps or often, "epoch": epoch, "no": NEVER}[strategy]
 
 
-def make_settings(options: Options, defaults: Mapping[str, Any], *, rows: int, processes: int, gpu: bool) -> Any:
-    """The `Settings` of a run.
+def make_settings(
+    options: Options, defaults: Mapping[str, Any], *, rows: int, validation: bool, processes: int = 1, gpu: bool = False
+) -> Settings:
+    """The settings of a run.
 
     Args:
         options: what was asked for.
         defaults: settings to take where nothing was: epochs, batch_size, eval_batch_size, learning_rate, metric, delta.
         rows, processes: training rows, and processes that share them.
+        validation: whether there are validation rows.
         gpu: whether there is one, for fp16 needs it.
 
     Raises:
         InputError, TypeError, ValueError: naming the option, what was expected and what was found.
     """
-    from softsieve.training.settings import Settings
 
     def either(asked: Any, name: str) -> Any:
         return defaults[name] if asked is None else asked
 
-    if not options.load_best_model_at_end:
+    eval_steps = steps_between("eval", options.evaluation_strategy, options.eval_steps, "epoch", 500, 0)
+    if validation and eval_steps != NEVER and not options.load_best_model_at_end:
         raise InputError(
             "load_best_model_at_end: expected True, found False: for the last weights give --evaluation_strategy no"
         )
@@ -285,7 +315,7 @@ def make_settings(options: Options, defaults: Mapping[str, Any], *, rows: int, p
         speed_lambda=options.accu_lambda,
         skip="solved" if options.skip_solved else "no",
         tolerance=0.01 if options.tolerance is None else options.tolerance,
-        eval_steps=steps_between("eval", options.evaluation_strategy, options.eval_steps, "epoch", 500, 0),
+        eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
         save_steps=0 if save_steps == NEVER else save_steps,
         save_total_limit=options.save_total_limit,

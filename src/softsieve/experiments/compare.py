@@ -116,11 +116,12 @@ def run_job(job: Job) -> dict[str, Any]:
     }
 
 
-def _worker(job: Job) -> tuple[Job, dict[str, Any] | Exception]:
+def _worker(job: Job) -> tuple[Job, dict[str, Any] | str]:
+    """What a run came to, or why it failed: one that does must not take a night's others with it."""
     try:
         return job, run_job(job)
-    except InputError as error:
-        return job, error
+    except Exception as error:
+        return job, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _alone(threads: int) -> None:
@@ -131,7 +132,7 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
     """Make the runs that ``folder`` does not hold yet, each written there when it is done, and yield them all.
 
     Raises:
-        InputError: from the first run that fails; those made before are kept.
+        InputError: at the end, when runs failed, saying how many and why the first did.
     """
     missing = []
     for job in jobs:
@@ -140,15 +141,19 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
             yield job, json.loads(path.read_text())
         else:
             missing.append(job)
+    failed = []
     for job, found in _results(missing, side_by_side):
-        if isinstance(found, Exception):
-            raise found
+        if isinstance(found, str):
+            failed.append(f"{job.name}: {found}")
+            continue
         found |= {"side_by_side": side_by_side, "provenance": provenance()}
         write_text(folder / f"{job.name}.json", json.dumps(found) + "\n")
         yield job, found
+    if failed:
+        raise InputError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0]}")
 
 
-def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | Exception]]:
+def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | str]]:
     if side_by_side == 1:
         yield from map(_worker, jobs)
         return

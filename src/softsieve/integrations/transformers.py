@@ -206,12 +206,9 @@ class ASTrainerMixin(Trainer):
             solved, counted = self.accelerator.reduce(self._seen, "sum").tolist()
             if counted > 0:
                 self._speed.update(solved, counted)
-        if self._batches >= self._planned():
-            self._epoch_ended()
 
     def _epoch_ended(self) -> None:
-        if self._batches > 0:  # else it ended with its last window
-            self._epoch, self._batches = self._epoch + 1, 0
+        self._epoch, self._batches = self._epoch + 1, 0
 
     # Skipping
 

@@ -29,6 +29,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     part = folder.with_name(f".{folder.name}.{os.getpid()}")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed and had the same number
         part.mkdir(parents=True)
         fill(part)
         for file in part.rglob("*"):
@@ -36,13 +37,14 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
         if folder.exists():  # a folder that holds something cannot be replaced in one go: move it aside first
+            shutil.rmtree(old, ignore_errors=True)
             folder.replace(old)
         part.replace(folder)
     except (OSError, SafetensorError) as error:
-        if old.exists() and not folder.exists():
-            old.replace(folder)
         raise InputError(f"{folder}: cannot be written: {error}") from error
     finally:
+        if old.exists() and not folder.exists():
+            old.replace(folder)
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -82,7 +84,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, T
     path = folder / "state.json"
     try:
         state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise InputError(f"{path}: expected a checkpoint of format {FORMAT}")
@@ -102,8 +104,9 @@ def check_same(path: Path, name: str, found: Mapping[str, Tensor], expected: Map
         InputError: saying which tensor of which file is missing, too many or of another shape.
     """
     for key in sorted({*found, *expected}):
-        here, there = (tuple(s[key].shape) if key in s else None for s in (expected, found))
+        here, there = (
+            str(tuple(tensors[key].shape)) if key in tensors else absent
+            for tensors, absent in ((expected, "nothing"), (found, "missing"))
+        )
         if here != there:
-            raise InputError(
-                f"{path}: not a {name} of this model: {key} is {there or 'missing'}, expected {here or 'nothing'}"
-            )
+            raise InputError(f"{path}: not a {name} of this model: {key} is {there}, expected {here}")

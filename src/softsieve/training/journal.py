@@ -21,11 +21,17 @@ class Journal:
         steps: length of the progress bar in thousandths of training.
         show: whether to show the bar.
         console: where to.
-        after: drop log lines of steps beyond this one, which a resumed run is about to make again.
+        after: step and number of log lines of the checkpoint that a resumed run goes on from; what was logged later is
+            about to be logged again and dropped.
     """
 
     def __init__(
-        self, output: Path | None, *, show: bool = True, console: Console | None = None, after: int | None = None
+        self,
+        output: Path | None,
+        *,
+        show: bool = True,
+        console: Console | None = None,
+        after: tuple[int, int] | None = None,
     ) -> None:
         self.file = None
         self.board: Any = None
@@ -35,14 +41,14 @@ class Journal:
                 output.mkdir(parents=True, exist_ok=True)
                 path = output / "log.jsonl"
                 if after is not None and path.exists():
-                    self.lines = [line for line in _whole_lines(path) if line["step"] <= after]
+                    self.lines = _whole_lines(path)[: after[1]]
                 part = path.with_name(".log.jsonl.part")
                 part.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
                 part.replace(path)
                 self.file = path.open("a", buffering=1)
             except OSError as error:
                 raise InputError(f"{output}: cannot be written: {error}") from error
-            self.board = _tensorboard(output, after)
+            self.board = _tensorboard(output, None if after is None else after[0] + 1)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -98,9 +104,9 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _tensorboard(output: Path, after: int | None) -> Any:
+def _tensorboard(output: Path, purge_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:  # the package tensorboard is an extra
         return None
-    return SummaryWriter(str(output / "tensorboard"), purge_step=None if after is None else after + 1)
+    return SummaryWriter(str(output / "tensorboard"), purge_step=purge_step)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +44,7 @@ STANDING = (
     "screened",
     "best_step",
     "stale",
+    "lines",
     "seconds",
     "evaluation_seconds",
 )  # attributes of a trainer that say where it stands
@@ -132,6 +134,7 @@ class Trainer:
         self._graphed_step = Graphed(self._whole_step) if self.graphs else self._whole_step
         # Where training stands: all of this is in a checkpoint.
         self.epoch = self.step = self.position = self.trained = self.screened = self.best_step = self.stale = 0
+        self.lines = 0  # of the log, when the checkpoint was written
         self.in_epoch = False
         self.queue = torch.empty(0, dtype=torch.long)  # rows of the plan before `position` that wait for a batch
         self.unreported: list[Tensor] = []  # rows trained since the sampler heard of them
@@ -224,8 +227,8 @@ class Trainer:
         gathered: Tensor = self.accelerator.gather(value) if self.ranks > 1 else value
         return gathered.narrow(0, 0, rows)
 
-    def _batch_loss(self, index: Tensor) -> Tensor:
-        """Mean loss over the rows ``index``, this process's part of it times the number of processes (DDP averages)."""
+    def _batch_loss(self, index: Tensor, count: Tensor) -> Tensor:
+        """This process's part of the loss of the rows ``index``, over ``count``, times the processes (DDP averages)."""
         mine, weight = self._share(index)
         batch = self.train.batch(mine)
         weight = weight.to(self.device)
@@ -233,18 +236,18 @@ class Trainer:
         everyone = index.to(self.device)
         self.row_solved[everyone] = self._gather(solved, len(index))
         self.row_loss[everyone] = self._gather(loss.detach().float(), len(index))
-        count = self._count(self.train.target[everyone], torch.ones(len(index), device=self.device))
-        total = (loss * weight * self.row_weight[mine.to(self.device)]).sum()
+        total: Tensor = (loss * weight * self.row_weight[mine.to(self.device)]).sum() * self.ranks
         self.tally += torch.stack([self.row_loss[everyone].sum() / count, self.row_solved[everyone].sum()])
-        return total * self.ranks / count
+        return total / count
 
     def _eager_step(self, index: Tensor, micro_batches: int) -> None:
-        """One optimizer step over the rows ``index``, in so many passes."""
+        """One optimizer step over the mean loss of the rows ``index``, in so many passes."""
         parts = index.chunk(micro_batches)
+        count = self._count(self.train.target[index.to(self.device)], torch.ones(len(index), device=self.device))
         for number, part in enumerate(parts, 1):
             waits = number < len(parts)
             with self.accelerator.no_sync(self.model) if waits else contextlib.nullcontext():
-                self.accelerator.backward(self._batch_loss(part) / len(parts))
+                self.accelerator.backward(self._batch_loss(part, count))
         if self.settings.max_grad_norm:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
@@ -410,7 +413,7 @@ class Trainer:
             self.output if main else None,
             show=self.show and main,
             console=self.console,
-            after=None if resume is None else self.step,
+            after=None if resume is None else (self.step, self.lines),
         )
         self.model.train()
         started = time.perf_counter() - self.seconds
@@ -464,7 +467,7 @@ class Trainer:
                 return True
             if s.save_steps and self.step % s.save_steps == 0:
                 self._synchronise()
-                self.seconds = time.perf_counter() - started
+                self.seconds, self.lines = time.perf_counter() - started, len(journal.lines)
                 self._save()
         self.epoch, self.in_epoch = self.epoch + 1, False
         return self.validation is not None and not s.eval_steps and self._judge(journal)
@@ -490,7 +493,9 @@ class Trainer:
         Raises:
             InputError: when the loss is not finite; called before anything is saved.
         """
-        loss, solved = (self.tally / torch.tensor([max(1, self.step - self.logged), max(1, self.samples)])).tolist()
+        loss, solved = (
+            self.tally.cpu() / torch.tensor([max(1, self.step - self.logged), max(1, self.samples)])
+        ).tolist()
         self.tally.zero_()
         self.logged, self.samples = self.step, 0
         if not math.isfinite(loss):
@@ -532,6 +537,10 @@ class Trainer:
         state: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=FULL)["state"]
         return {f"{name}/{key}": torch.as_tensor(v) for name, held in state.items() for key, v in held.items()}
 
+    @cached_property
+    def _fingerprint(self) -> int:
+        return self.train.fingerprint()
+
     def _save(self) -> None:
         """Write a checkpoint, on the main process; all of them take part in collecting it."""
         self._report()
@@ -541,6 +550,7 @@ class Trainer:
             "settings": self.settings.asdict(),
             "rows": len(self.train),
             "ranks": self.ranks,
+            "data": self._fingerprint,
             "sampler": {name: value for name, value in sampler.items() if not isinstance(value, Tensor)},
             "speed": self.speed.state_dict(),
             "best": self.best,
@@ -601,6 +611,8 @@ class Trainer:
         for name, here in {"rows": len(self.train), "ranks": self.ranks}.items():
             if state[name] != here:
                 raise InputError(f"{folder}: made with {state[name]} {name}, this run has {here}")
+        if state["data"] != self._fingerprint:
+            raise InputError(f"{folder}: made with other training data")
         for name, here in self.settings.asdict().items():
             if name not in FREE and state["settings"].get(name) != here:
                 raise InputError(f"{folder}: made with {name}={state['settings'].get(name)!r}, this run has {here!r}")

@@ -1,0 +1,70 @@
+"""Rows: a batch is what indexing gives, cut to its longest row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from softsieve.training.rows import Rows
+from tests.training.helpers import flags, points, tokens
+
+
+def test_batch_is_what_indexing_gives() -> None:
+    rows, index = points(30), torch.tensor([7, 0, 7, 29])
+    batch = rows.batch(index)
+    assert len(rows) == 30
+    assert torch.equal(batch.inputs["features"], rows.inputs["features"][index])
+    assert torch.equal(batch.target, rows.target[index])
+
+
+def test_batch_is_cut_to_its_longest_row() -> None:
+    rows = tokens(30, longest=9)
+    assert rows.lengths is not None
+    index = (rows.lengths <= 4).nonzero().flatten()[:3]
+    longest = int(rows.lengths[index].max())
+    assert longest < 9
+    batch = rows.batch(index)
+    assert torch.equal(batch.inputs["features"], rows.inputs["features"][index, :longest])
+    assert torch.equal(batch.target, rows.target[index, :longest])
+    whole = rows.batch(index, cut=False)
+    assert whole.inputs["features"].shape[1] == whole.target.shape[1] == 9
+
+
+def test_only_sequences_are_cut() -> None:
+    features, mask = torch.randn(4, 6), torch.ones(4, 6)
+    rows = Rows(
+        {"mask": mask, "features": features},
+        torch.arange(4),
+        lengths=torch.tensor([1, 2, 3, 6]),
+        sequences=("mask",),
+    )
+    batch = rows.batch(torch.tensor([1, 0]))
+    assert batch.inputs["mask"].shape == (2, 2)
+    assert torch.equal(batch.inputs["features"], features[[1, 0]])
+    assert batch.target.tolist() == [1, 0]
+
+
+def test_to_keeps_everything() -> None:
+    for rows in (points(5), tokens(5), flags(5)):
+        moved = rows.to("cpu")
+        assert torch.equal(moved.target, rows.target)
+        assert moved.lengths is rows.lengths
+        assert moved.sequences == rows.sequences
+
+
+def test_fingerprint_tells_data_apart() -> None:
+    made = {kind(20, seed=seed).fingerprint() for kind in (points, tokens, flags) for seed in (0, 1) for _ in range(2)}
+    assert len(made) == 6
+    rows = points(20)
+    other = Rows({"features": rows.inputs["features"].clone()}, rows.target)
+    other.inputs["features"][19, 5] += 1e-6
+    assert other.fingerprint() != rows.fingerprint()
+    renamed = Rows({"other": rows.inputs["features"]}, rows.target)
+    assert renamed.fingerprint() != rows.fingerprint()
+    half = Rows({"features": rows.inputs["features"].bfloat16()}, rows.target)
+    assert half.fingerprint() != rows.fingerprint()
+
+
+def test_rows_must_be_as_many_as_targets() -> None:
+    with pytest.raises(ValueError, match="features: expected 4 rows, as many as targets, found 3"):
+        Rows({"features": torch.zeros(3, 2)}, torch.zeros(4, dtype=torch.long))

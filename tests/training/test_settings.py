@@ -1,0 +1,95 @@
+"""Settings: refused when they are made, with the name of what is wrong; schedules; a round trip through JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softsieve.losses.objectives import SINGLE_LABEL, ASSoftmax, MultiLabelASSoftmax, MultiLabelSoftmax
+from softsieve.training.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"learning_rate": 0}, ValueError, "learning_rate: expected a number above 0, found 0"),
+        ({"learning_rate": -1e-3}, ValueError, "learning_rate: expected a number in"),
+        ({"learning_rate": float("nan")}, ValueError, "learning_rate: .*found nan"),
+        ({"learning_rate": "fast"}, TypeError, "learning_rate: expected a number, found str"),
+        *(
+            ({name: 0}, ValueError, rf"{name}: expected an int in \[1, ")
+            for name in ("epochs", "batch_size", "eval_batch_size", "logging_steps", "save_total_limit")
+        ),
+        ({"speed_steps": 0}, ValueError, "(max|speed)_steps: expected an int in"),
+        ({"epochs": 1.5}, TypeError, "epochs: expected an int, found float"),
+        *(
+            ({name: -1}, ValueError, rf"{name}: expected an int in \[0, ")
+            for name in ("eval_steps", "save_steps", "patience", "seed")
+        ),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay: expected a number in"),
+        ({"max_grad_norm": -1}, ValueError, "max_grad_norm: expected a number in"),
+        ({"warmup_ratio": 1.5}, ValueError, "warmup_ratio: expected a number in"),
+        ({"delta": 2}, ValueError, "final: expected a number in|delta: expected a number in"),
+        ({"delta_ratio": -1}, ValueError, "ratio: expected a number in"),
+        ({"delta_shape": "round"}, ValueError, "shape: expected one of 'linear', 'cosine', found 'round'"),
+        ({"speed_lambda": 0}, ValueError, "lam.*: expected a number in"),
+        ({"skip": "all"}, ValueError, "skip: expected one of 'no', 'solved', 'infobatch', found 'all'"),
+        ({"precision": "fp8"}, ValueError, "precision: expected one of 'no', 'bf16', 'fp16', found 'fp8'"),
+        ({"loss": "softmax", "skip": "solved"}, ValueError, "skip='solved': expected the loss 'as-softmax'"),
+        ({"loss": "softmax", "speed_steps": 2}, ValueError, "speed_steps=2: expected the loss 'as-softmax'"),
+        ({"graphs": True, "precision": "fp16"}, ValueError, "graphs: expected a constant delta"),
+        ({"graphs": True, "delta_ratio": 0.5}, ValueError, "graphs: expected a constant delta"),
+    ],
+)
+def test_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Settings(**options)
+
+
+def test_allowed() -> None:
+    Settings(loss="softmax", skip="infobatch")
+    Settings(loss="softmax", graphs=True, delta_ratio=0.5)  # a margin that is not used
+    Settings(graphs=True, precision="bf16", speed_steps=4, skip="solved")
+
+
+def test_objectives() -> None:
+    for loss in SINGLE_LABEL:
+        made = Settings(loss=loss).objective(multilabel=False)
+        assert type(made) is SINGLE_LABEL[loss]
+        assert made.reduction == "none"
+    assert Settings(delta=0.2).objective(multilabel=False) == ASSoftmax(delta=0.2, reduction="none")
+    assert Settings(delta=0.2).objective(multilabel=True) == MultiLabelASSoftmax(delta=0.2, reduction="none")
+    assert isinstance(Settings(loss="softmax").objective(multilabel=True), MultiLabelSoftmax)
+    coming_down = Settings(delta=0.2, initial_delta=0.9, delta_ratio=0.5)
+    assert coming_down.objective(multilabel=False) == ASSoftmax(delta=0.9, reduction="none")
+
+
+def test_schedule_counts_in_shares_of_training() -> None:
+    schedule = Settings(delta=0.2, initial_delta=1.0, delta_ratio=0.5).schedule()
+    assert [schedule(done) for done in (0, 0.25, 0.5, 1)] == [1.0, pytest.approx(0.6), 0.2, 0.2]
+    assert Settings(delta=0.3).schedule()(0) == 0.3
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_learning_rate(progress: float, warmup: float) -> None:
+    rate = Settings(learning_rate=0.5, warmup_ratio=warmup).learning_rate_at(progress)
+    expected = progress / warmup if progress < warmup else (1 - progress) / (1 - warmup) if warmup < 1 else 0
+    assert rate == pytest.approx(0.5 * expected)
+    assert 0 <= rate <= 0.5
+
+
+def test_learning_rate_at_its_corners() -> None:
+    s = Settings(learning_rate=0.5, warmup_ratio=0.2)
+    assert [s.learning_rate_at(p) for p in (0, 0.1, 0.2, 0.6, 1)] == [0, 0.25, 0.5, pytest.approx(0.25), 0]
+    assert Settings(learning_rate=0.5, warmup_ratio=0).learning_rate_at(0) == 0.5
+
+
+def test_round_trip_through_json() -> None:
+    settings = Settings(epochs=7, skip="solved", delta_ratio=0.3, precision="bf16")
+    assert Settings(**json.loads(json.dumps(settings.asdict()))) == settings
+    assert list(settings.asdict()) == [field.name for field in dataclasses.fields(Settings)]
