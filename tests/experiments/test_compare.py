@@ -98,15 +98,9 @@ def test_an_error_is_one_line_and_keeps_the_runs(weather: Path, tmp_path: Path) 
 
 
 def run(row: str, seed: int, accuracy: float, seconds: float) -> dict[str, Any]:
-    costs = {"seconds": seconds, "steps": 10, "trained_rows": 100, "screened_rows": 0}
-    return {
-        "task": "t",
-        "row": row,
-        "seed": seed,
-        "test": {"accuracy": accuracy},
-        "settings": {"metric": "accuracy"},
-        **costs,
-    }
+    costs = {"seconds": seconds, "side_by_side": 1, "steps": 10, "trained_rows": 100, "screened_rows": 0}
+    what = {"task": "t", "row": row, "seed": seed, "settings": {"metric": "accuracy"}}
+    return {**what, "test": {"accuracy": accuracy}, **costs}
 
 
 def test_summary_pairs_by_seed() -> None:
@@ -117,6 +111,11 @@ def test_summary_pairs_by_seed() -> None:
     assert ours["mean"] == pytest.approx(0.62)
     assert ours["speed"] == pytest.approx(4.0)
     assert ours["p"] == pytest.approx(0.0742, abs=1e-3)  # differences 0.01, 0.03, 0.02: t = 3.464 with 2 degrees
+
+
+def test_times_of_a_busy_and_an_idle_machine_do_not_compare() -> None:
+    runs = [run("softmax", 0, 0.5, 8.0), {**run("as-skip", 0, 0.6, 2.0), "side_by_side": 4}]
+    assert compare.summarise(runs)[1]["speed"] is None
 
 
 def test_recipes_are_settings_of_presets() -> None:

@@ -132,20 +132,28 @@ def test_skipping_visits_fewer_rows_and_goes_on_validating(accumulate: int) -> N
     )
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 6}, {"max_epochs": -1, "max_steps": 40}])
 @pytest.mark.parametrize(
     "checkpoint",
-    [{"every_n_epochs": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}, {"every_n_train_steps": 8}],
+    [
+        {"every_n_epochs": 1},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+        {"every_n_train_steps": 8},  # at the end of epochs and in the middle
+        {"every_n_train_steps": 5},
+    ],
 )
-def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
+def test_resumed_training_ends_where_the_uninterrupted_one_does(
+    tmp_path: Path, checkpoint: dict[str, Any], limit: dict[str, Any]
+) -> None:
     def callbacks() -> list[pl.Callback]:
         speed = SpeedCallback(ASSpeed(max_steps=2))
         return [speed, DeltaCallback(0.1, ratio=0.5), ModelCheckpoint(tmp_path, save_top_k=-1, **checkpoint)]
 
-    whole, trainer = fit(callbacks(), skipper())
+    whole, trainer = fit(callbacks(), skipper(), **limit)
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)[:4]
     assert len(saved) >= 3
     for path in saved:
-        resumed, again = fit(callbacks(), skipper(), path)
+        resumed, again = fit(callbacks(), skipper(), path, **limit)
         assert again.global_step == trainer.global_step
         left = whole.rates[len(whole.rates) - len(resumed.rates) :]
         assert resumed.rates == left

@@ -276,17 +276,16 @@ def test_training_may_end_within_an_epoch(tmp_path: Path, limit: dict[str, Any])
 @pytest.mark.parametrize(("save", "accumulated"), [("steps", 1), ("steps", 2), ("epoch", 2)])
 def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, save: str, accumulated: int) -> None:
     options = ASOptions(speed=ASSpeed(max_steps=4), skip={"tolerance": 1.0}, ratio=0.1)
-    settings: dict[str, Any] = {"save_strategy": save, "save_steps": 5, "gradient_accumulation_steps": accumulated}
+    settings: dict[str, Any] = {"save_strategy": save, "save_steps": 1, "gradient_accumulation_steps": accumulated}
     whole = trainer(tmp_path, easy(ambiguous=8), None, options, **settings)
     whole.train()
-    assert whole.state.global_step > 10
-    names = ["checkpoint-5", "checkpoint-8", "checkpoint-10"] if save == "steps" else [EPOCH]
-    states = [json.loads((tmp_path / name / "softsieve.json").read_text()) for name in names]
-    assert (states[0]["batches"] > 0) == (save == "steps")
-    assert states[-1]["speed"]["steps"] > 1
-    for name in names:
-        resumed = trainer(tmp_path / "again", easy(ambiguous=8), None, options, **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / name))
+    states = {path.parent: json.loads(path.read_text()) for path in tmp_path.glob("*/softsieve.json")}
+    sped = [folder for folder, state in states.items() if state["speed"]["steps"] > 1 and 0 < state["epoch"] < 4]
+    chosen = sorted(sped)[:2] + [folder for folder, state in states.items() if state["batches"] == 0][:1]
+    assert len(chosen) == 3
+    for folder in chosen:  # in the middle of an epoch, at its last step, or after it
+        resumed = trainer(tmp_path / "again", easy(ambiguous=8), None, options, **{**settings, "save_strategy": "no"})
+        resumed.train(resume_from_checkpoint=str(folder))
         assert resumed.state.global_step == whole.state.global_step
         assert resumed.state.epoch == whole.state.epoch
         torch.testing.assert_close(weights(resumed.model), weights(whole.model), rtol=0, atol=0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.process
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +110,18 @@ def trainer(
 def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     """Whether they have the same names and bits."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def _alone(function: Callable[..., None], *args: Any) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def in_process(function: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """A process of its own for a call, started from a clean one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["softsieve.training.loop", "torch.utils.tensorboard"])
+    process = context.Process(target=_alone, args=(function, *args))
+    process.start()
+    return process

@@ -46,7 +46,7 @@ def test_only_rows_below_the_mean_are_left_out_and_weighted_up() -> None:
         (20, 0.5),
         (20, 0.25),
         (40, 0.9),
-        pytest.param(21, 0.5, marks=pytest.mark.xfail(strict=True, reason="11 of 21 rows kept, each at weight 2")),
+        (21, 0.5),
     ],
 )
 def test_expected_gradient_is_that_of_all_rows(below: int, prune: float) -> None:

@@ -61,3 +61,31 @@ def test_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(InputError, match="run: cannot be written: "):
         Journal(tmp_path / "run", show=False)
+
+
+def test_a_resumed_run_goes_on_where_the_checkpoint_was_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, show=False)
+    for step in range(1, 6):
+        journal.write(step, "train", loss=step)
+    journal.close()
+    (tmp_path / "log.jsonl").open("a").write('{"step": 6, "ki')  # the crash
+    journal = Journal(tmp_path, show=False, after=(3, 3))
+    assert journal.lines == read(tmp_path) == [{"step": s, "kind": "train", "loss": s} for s in (1, 2, 3)]
+    journal.write(4, "train", loss=0.25)
+    journal.close()
+    assert read(tmp_path)[3:] == [{"step": 4, "kind": "train", "loss": 0.25}]
+
+
+def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "ki')
+    journal = Journal(tmp_path, show=False, after=(9, 9))
+    journal.write(10, "train")
+    journal.close()
+    assert [line["step"] for line in read(tmp_path)] == [1, 10]
+
+
+def test_a_resumed_run_without_the_log_of_the_first(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "elsewhere", show=False, after=(3, 3))
+    journal.write(4, "train", loss=1.0)
+    journal.close()
+    assert [line["step"] for line in read(tmp_path / "elsewhere")] == [4]

@@ -39,7 +39,7 @@ def _processor() -> str:
 def provenance() -> dict[str, Any]:
     """Commit, versions and machine of a measurement made now.
 
-    Where the source is no checkout (a copy on another machine), the commit is what SOFTSIEVE_COMMIT says.
+    Where the source is a copy of a checkout, SOFTSIEVE_COMMIT says of which commit.
 
     Example:
         >>> sorted(provenance())
@@ -49,8 +49,8 @@ def provenance() -> dict[str, Any]:
     status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("SOFTSIEVE_COMMIT"),
-        "modified": None if status is None else bool(status),
+        "commit": os.environ.get("SOFTSIEVE_COMMIT", commit),
+        "modified": None if status is None or "SOFTSIEVE_COMMIT" in os.environ else bool(status),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

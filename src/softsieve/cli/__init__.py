@@ -6,12 +6,14 @@ from softsieve.cli.bench import bench
 from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
 from softsieve.cli.options import ScriptCommand, takes_options
+from softsieve.cli.predict import predict
 from softsieve.cli.train import train
 
 app = typer.Typer(
     help="A softmax without the classes that cannot matter.", no_args_is_help=True, pretty_exceptions_show_locals=False
 )
 app.command(cls=ScriptCommand)(takes_options(train))
+app.command(cls=ScriptCommand)(predict)
 app.command()(compare)
 app.add_typer(bench, name="bench")
 app.command()(demo)

@@ -82,7 +82,8 @@ class Options:
 
     # Training
     do_train: Annotated[
-        bool, _option(_TRAINING, "train; of --do-train, --do-eval and --do-predict, all three are done if none is given")
+        bool,
+        _option(_TRAINING, "train; of --do-train, --do-eval and --do-predict, all three are done if none is given"),
     ] = False
     do_eval: Annotated[bool, _option(_TRAINING, "evaluate on the validation data")] = False
     do_predict: Annotated[bool, _option(_TRAINING, "evaluate on the test data")] = False
@@ -90,8 +91,8 @@ class Options:
         str,
         _option(
             _TRAINING,
-            "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, label-smoothing "
-            "or am-softmax; multi-label: as-softmax or softmax",
+            "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, "
+            "label-smoothing or am-softmax; multi-label: as-softmax or softmax",
         ),
     ] = "as-softmax"
     num_train_epochs: Annotated[
@@ -114,12 +115,16 @@ class Options:
     min_as_delta: Annotated[
         float | None,
         _option(
-            _MARGIN, "the margin: a row is solved when its label beats every other class by it; 0.1", "--min-as-delta",
+            _MARGIN,
+            "the margin: a row is solved when its label beats every other class by it; 0.1",
+            "--min-as-delta",
             "--delta",
         ),
     ] = None
     as_warm_up: Annotated[bool, _option(_MARGIN, "bring the margin down to its value from --initial-as-delta")] = False
-    initial_as_delta: Annotated[float, _option(_MARGIN, "margin at the start of --as-warm-up; 1.0, plain softmax")] = 1.0
+    initial_as_delta: Annotated[float, _option(_MARGIN, "margin at the start of --as-warm-up; 1.0, plain softmax")] = (
+        1.0
+    )
     ratio: Annotated[float, _option(_MARGIN, "share of training that --as-warm-up takes; 0")] = 0.0
     as_speed_up: Annotated[bool, _option(_MARGIN, "AS-Speed: larger steps the more rows are solved")] = False
     accu_steps: Annotated[int, _option(_MARGIN, "batches in a step of --as-speed-up at most; 2")] = 2
@@ -127,7 +132,9 @@ class Options:
     skip_solved: Annotated[bool, _option(_MARGIN, "leave solved rows out of training and look at them again later")] = (
         False
     )
-    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.01")] = None
+    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.01")] = (
+        None
+    )
 
     # When to evaluate, log and save
     evaluation_strategy: Annotated[
@@ -152,7 +159,9 @@ class Options:
         str | None,
         _option(_WHEN, "loss, accuracy, macro_f1, micro_f1 or entity_f1; found from the kind of data if not given"),
     ] = None
-    greater_is_better: Annotated[bool | None, _option(_WHEN, "whether it is; found from the metric if not given")] = None
+    greater_is_better: Annotated[bool | None, _option(_WHEN, "whether it is; found from the metric if not given")] = (
+        None
+    )
     load_best_model_at_end: Annotated[
         bool, _option(_WHEN, "keep the weights of the best evaluation; for the last ones, --evaluation-strategy no")
     ] = True

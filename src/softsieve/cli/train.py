@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from softsieve.tasks.examples import Data, Examples
     from softsieve.tasks.task import Task
     from softsieve.training.rows import Rows
+    from softsieve.training.run import Run
     from softsieve.training.settings import Settings
 
 CONFUSION = "confusion.png"
@@ -36,15 +38,25 @@ def train(options: Options) -> None:
     softsieve train --task_name sst5 --model_name_or_path bert-base-uncased --fp16 --num_train_epochs 7
     """
     with one_line():
-        if options.cache_dir is not None:  # both are read when the libraries are imported
-            os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
+        _set_up_hugging_face(options)
         from rich.console import Console
 
-        console = Console(quiet=options.quiet or not is_main_process(), highlight=False)
+        console = Console(
+            quiet=options.quiet or not is_main_process(), soft_wrap=True, markup=False, highlight=False
+        )  # names are printed as they are, whatever is in them
         if options.trains:
             _train(options, console)
         else:
             _judge(options, console)
+
+
+def _set_up_hugging_face(options: Options) -> None:
+    """Its libraries read these when they are imported, which is later."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if options.cache_dir is not None:
+        os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
+    if options.quiet or not (options.show_progress and is_main_process() and sys.stderr.isatty()):
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def _train(options: Options, console: Console) -> None:
@@ -77,17 +89,11 @@ def _train(options: Options, console: Console) -> None:
     _say_settings(console, options, settings)
     if resume is None and is_main_process():
         _clear(options.output_dir)
-    show = options.show_progress and not options.quiet
+    show = options.show_progress and not options.quiet and console.is_terminal
     run = train_task(task, splits, settings, output=options.output_dir, resume=resume, show=show, console=console)
 
     console.print(metrics_table({"validation": run.result.best, "test": run.test}))
-    result, rows = run.result, len(splits.train)
-    shares = [line["solved"] for line in result.log if "solved" in line]
-    console.print(
-        f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {result.steps} steps over {result.trained} rows "
-        f"({result.trained / rows:.1f} times the data), {f'{shares[-1]:.0%} solved at the end, ' if shares else ''}"
-        f"best at step {result.best_step}, {result.seconds:.1f} s"
-    )
+    _say_cost(console, run, len(splits.train))
     console.print(f"model: {options.output_dir / MODEL}")
     part, decided = splits.test, run.test_decided
     if part is None and splits.validation is not None:
@@ -215,11 +221,14 @@ def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     usual = {"metric": metric, "delta": 0.1}
     if model is not None:
         return {**usual, **PRETRAINED}
-    return {**usual, **built_in_defaults(data.kind, len(data.train.inputs)), **recipe(data.name, pretrained=False)}
+    return {**usual, **_built_in(len(data.train.inputs)), **recipe(data.name, pretrained=False)}
 
 
-def built_in_defaults(kind: str, rows: int) -> dict[str, Any]:
-    return {"learning_rate": 3e-3, "epochs": 10, "batch_size": 64, "eval_batch_size": 512}
+def _built_in(rows: int) -> dict[str, Any]:
+    """At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows."""
+    batch_size = 16 if rows < 1000 else 64
+    epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
+    return {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
 
 
 # What is said
@@ -247,8 +256,19 @@ def _say_settings(console: Console, options: Options, settings: Settings) -> Non
         precision = ", float32 (fp16 needs a GPU)"
     console.print(f"model: {options.model_name_or_path or 'built-in'}; loss: {s.loss}{margin}")
     console.print(
-        f"{s.epochs} epochs, batches of {s.batch_size}, learning rate {s.learning_rate:g}, seed {s.seed}{precision}; "
-        f"best by {s.metric}"
+        f"epochs: {s.epochs}, rows in a batch: {s.batch_size}, learning rate: {s.learning_rate:g}, seed: {s.seed}, "
+        f"best by: {s.metric}{precision}"
+    )
+
+
+def _say_cost(console: Console, run: Run, rows: int) -> None:
+    result = run.result
+    parameters = sum(p.numel() for p in run.model.parameters())
+    shares = [line["solved"] for line in result.log if "solved" in line]
+    solved = f"{shares[-1]:.0%} of the rows solved at the end, " if shares else ""
+    console.print(
+        f"{parameters:,} parameters; {result.steps} steps, the best after {result.best_step or result.steps}; trained "
+        f"{result.trained / rows:.1f} times the data, {solved}{result.seconds:.1f} s"
     )
 
 

@@ -185,14 +185,19 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "deviation": statistics.stdev(scores) if len(scores) > 1 else 0.0,
                 "p": None,
                 "speed": None,
-                **{name: mean(name) for name in ("seconds", "steps", "trained_rows", "screened_rows")},
+                "seconds": statistics.median(run["seconds"] for run in ordered),
+                "side_by_side": max(run["side_by_side"] for run in ordered),
+                **{name: mean(name) for name in ("steps", "trained_rows", "screened_rows")},
             }
             shared = sorted(found.keys() & base.keys())
             if row != BASELINE and shared:
                 line["p"] = _paired(
                     [found[s]["test"][metric] for s in shared], [base[s]["test"][metric] for s in shared]
                 )
-                line["speed"] = sum(base[s]["seconds"] for s in shared) / sum(found[s]["seconds"] for s in shared)
+                # Times compare only where as many runs shared the machine.
+                if {base[s]["side_by_side"] for s in shared} == {found[s]["side_by_side"] for s in shared}:
+                    theirs, ours = ([made[s]["seconds"] for s in shared] for made in (base, found))
+                    line["speed"] = statistics.median(theirs) / statistics.median(ours)
             lines.append(line)
     return lines
 
@@ -216,21 +221,20 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
     made = runs[0]["provenance"]
     machine = made["gpu"] or made["machine"]["processor"]
     text.append(
-        f"at commit {made['commit']} on {machine}, torch {made['versions']['torch']}. Mean and standard deviation over "
-        f"seeds on the test rows, at the best validation epoch; p: paired t-test against {BASELINE} over the same seeds; "
-        f"speed: wall time of {BASELINE} over that of the row, training and validation; trained: rows that went forward "
-        "and backward, looked at: rows that went forward only, to see whether they are solved.\n"
+        f"at commit {made['commit']} on {machine}, torch {made['versions']['torch']}. Mean and standard deviation\n"
+        f"over seeds on the test rows, at the best validation epoch; p: paired t-test against {BASELINE} over the same\n"
+        "seeds; seconds: median wall time of training and validation, where it says so with other runs on the same machine;\n"
+        f"speed: that of {BASELINE} over it; trained: rows that went forward and backward; looked at: rows that went\n"
+        "forward only, to see whether they are solved.\n"
     )
     for task in dict.fromkeys(run["task"] for run in runs):
         here = [run for run in runs if run["task"] == task]
-        settings, beside = here[0]["settings"], max(run["side_by_side"] for run in here)
+        settings = here[0]["settings"]
         rows = ", ".join(f"{count} {name}" for name, count in here[0]["rows"].items())
         said = ", ".join(f"{name} {settings[name]:g}" for name in ("epochs", "batch_size", "learning_rate", "delta"))
         text.append(
             f"## {task}\n\n{here[0]['model']}, {here[0]['classes']} classes, rows: {rows}; {said}, {_how(settings)}."
         )
-        if beside > 1:
-            text.append(f"{beside} runs side by side: seconds are those of a shared machine.")
         metric = settings["metric"].replace("_", " ")
         text.append(
             f"\n| | {metric} % | p | seconds | speed | steps | trained | looked at |\n|---|---|---|---|---|---|---|---|"
@@ -238,9 +242,11 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
         for line in summarise(here):
             p = "" if line["p"] is None else f"{line['p']:.3f}"
             speed = "" if line["speed"] is None else f"{line['speed']:.2f}x"
+            beside = "" if line["side_by_side"] == 1 else f" ({line['side_by_side']} at a time)"
             text.append(
                 f"| {line['row']} | {100 * line['mean']:.2f} ± {100 * line['deviation']:.2f} | {p} "
-                f"| {line['seconds']:.1f} | {speed} | {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
+                f"| {line['seconds']:.1f}{beside} | {speed} "
+                f"| {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
             )
         text.append(f"\n{len({run['seed'] for run in here})} seeds.\n")
     return "\n".join(text)

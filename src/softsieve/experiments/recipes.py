@@ -18,6 +18,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "as-softmax": {"loss": "as-softmax"},
     "as-speed": {"loss": "as-softmax", "speed_steps": 2},
     "as-skip": {"loss": "as-softmax", "skip": "solved"},
+    "as-skip-speed": {"loss": "as-softmax", "skip": "solved", "speed_steps": 2},
 }
 BASELINE = "softmax"
 

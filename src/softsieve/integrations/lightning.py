@@ -155,6 +155,7 @@ class SkipCallback(Callback):
         self._plan = self.solved.next_epoch()
         self._over = False  # whether the plan has been visited
         self._batches = 0  # of it, visited by now
+        self._epoch = 0  # in which they were
         self._full: float = 0  # batches of an epoch without skipping
         self._accumulate = 1
         self._loaded = False
@@ -163,39 +164,44 @@ class SkipCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._accumulate = trainer.accumulate_grad_batches  # before AS-Speed moves it
+            self._renew()
             self._share_out(trainer)
 
-    def _share_out(self, trainer: Trainer) -> None:
-        """Give this process its share of the plan, of a new one if the last is over."""
-        if self._over and not self._loaded:
+    def _renew(self) -> None:
+        """Plan the next epoch if the last is over."""
+        if self._over:
             self._tell()
             self._plan, self._over, self._batches = self.solved.next_epoch(), False, 0
-        every, rows = trainer.world_size, len(self._plan)
-        mine = torch.arange(trainer.global_rank, rows + -rows % every, every)  # as many for every process
-        self.sampler.rows, self.sampler.start = self._plan[mine % rows].tolist(), 0
 
     def _tell(self) -> None:
         while self._noted:
             self.solved.update(*self._noted.pop())
+
+    def _share_out(self, trainer: Trainer) -> None:
+        """Give this process its share of the plan."""
+        every, rows = trainer.world_size, len(self._plan)
+        mine = torch.arange(trainer.global_rank, rows + -rows % every, every)  # as many for every process
+        self.sampler.rows, self.sampler.start = self._plan[mine % rows].tolist(), 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or loader.sampler is not self.sampler:
             raise InputError("train_dataloader: expected a DataLoader with the callback's sampler, found another")
         self._full = max(self._full, trainer.num_training_batches)
-        if self._loaded:  # Lightning first ends the epoch of the checkpoint, even if only formally
+        if self._loaded:
+            self._loaded = False
+            if trainer.current_epoch > self._epoch:  # else Lightning ends that epoch first, if only formally
+                self._renew()
             self._share_out(trainer)
             self.sampler.start = self._batches * (loader.batch_size or 1)
             self._measure(trainer)
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # the one it has is from before the checkpoint
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # its iterator is older than the plan
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loaded, self._loaded = self._loaded, False
         if self._over:
+            self._renew()
             self._share_out(trainer)
             self._measure(trainer)
-            if loaded:
-                iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]  # not renewed in the first epoch
 
     def _measure(self, trainer: Trainer) -> None:
         """Tell Lightning how many batches the epoch has, on which validation depends."""
@@ -211,24 +217,20 @@ class SkipCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._noted.append((_reported(outputs, "index"), _reported(outputs, "solved")))
-        self._batches, self._over = batch_idx + 1, trainer.is_last_batch
+        self._epoch, self._batches, self._over = trainer.current_epoch, batch_idx + 1, trainer.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._over = True  # also when cut short
 
     def state_dict(self) -> dict[str, Any]:
         self._tell()
-        return {
-            "solved": self.solved.state_dict(),
-            "plan": self._plan.clone(),
-            "over": self._over,
-            "batches": self._batches,
-        }
+        state = {"plan": self._plan.clone(), "over": self._over, "batches": self._batches, "epoch": self._epoch}
+        return {"solved": self.solved.state_dict(), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.solved.load_state_dict(state["solved"])
-        self._plan, self._over, self._batches = state["plan"].clone(), state["over"], state["batches"]
-        self._loaded = True
+        self._plan, self._over = state["plan"].clone(), state["over"]
+        self._batches, self._epoch, self._loaded = state["batches"], state["epoch"], True
 
 
 class _Share(DistributedSampler[int]):

@@ -206,9 +206,12 @@ class ASTrainerMixin(Trainer):
             solved, counted = self.accelerator.reduce(self._seen, "sum").tolist()
             if counted > 0:
                 self._speed.update(solved, counted)
+        if self._batches >= self._planned():  # so that a checkpoint of this step goes on with the next epoch
+            self._epoch_ended()
 
     def _epoch_ended(self) -> None:
-        self._epoch, self._batches = self._epoch + 1, 0
+        if self._batches > 0:
+            self._epoch, self._batches = self._epoch + 1, 0
 
     # Skipping
 

@@ -100,13 +100,13 @@ class ImageEncoder(Encoder):
     @classmethod
     def fit(cls, train: Examples) -> ImageEncoder:
         """The median side of some training images, up to 64."""
-        images = [_decoded_image(value, where) for value, where in _some(train)]
-        side = int(np.median([side for image in images for side in image.shape[:2]]))
-        grey = all((image == image[..., :1]).all() for image in images)
+        images = [_decoded_image(value, where, LARGEST_IMAGE) for value, where in _some(train)]
+        side = int(np.median([side for image in images for side in (image.height, image.width)]))
+        grey = all((image.pixels == image.pixels[..., :1]).all() for image in images)
         return cls(size=min(max(side, 8), LARGEST_IMAGE), mirror=int(not grey))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        images = each(lambda value, where: _decoded_image(value, where, self.size), examples, workers)
+        images = _each(lambda value, where: _decoded_image(value, where, self.size).pixels, examples, workers)
         return Encoded({"pixels": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()})
 
     def body(self) -> Body:
@@ -127,7 +127,7 @@ class AudioEncoder(Encoder):
         return cls(samples=max(int(np.quantile(lengths, 0.99)), SHORTEST_SOUND))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        sounds = each(lambda value, where: _decoded_sound(value, where, self.samples), examples, workers)
+        sounds = _each(lambda value, where: _decoded_sound(value, where, self.samples), examples, workers)
         samples = np.zeros((len(sounds), self.samples), np.int16)
         for row, sound in zip(samples, sounds, strict=True):
             row[: len(sound)] = sound
@@ -208,7 +208,7 @@ def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, .
 # Images and sounds
 
 
-def each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
+def _each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
     """Every input decoded, in order."""
     if workers > 1:
         with ThreadPoolExecutor(workers) as pool:
@@ -218,26 +218,35 @@ def each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) ->
 
 def _some(examples: Examples) -> Iterator[tuple[Any, str]]:
     """At most 200 examples and their places, evenly spread."""
-    step = max(1, len(examples.inputs) // 200)
+    step = -(-len(examples.inputs) // 200)
     return zip(examples.inputs[::step], examples.where[::step], strict=True)
 
 
-def _decoded_image(value: Any, where: str, size: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An image file, its bytes or its pixels as (height, width, 3), resized unless size is None."""
+class Image(NamedTuple):
+    """A decoded image, and how large it was."""
+
+    pixels: np.ndarray[Any, np.dtype[np.uint8]]  # (size, size, 3)
+    height: int
+    width: int
+
+
+def _decoded_image(value: Any, where: str, size: int) -> Image:
+    """An image file, its bytes or its pixels, resized."""
     library = package("PIL.Image", "reading images")
     try:
         if isinstance(value, np.ndarray):
-            image = library.fromarray(value)
+            opened = library.fromarray(value)
         else:
-            image = library.open(BytesIO(value) if isinstance(value, bytes) else value)
-            if size is not None:
-                image.draft(None, (2 * size, 2 * size))  # a large JPEG need not be decoded in full
-        if image.mode.startswith("I"):  # 16 bits a pixel, of which the conversion would keep the lower 8
-            image = library.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-        image = image.convert("RGB")
-        if size is not None and image.size != (size, size):
-            image = image.resize((size, size), library.Resampling.BILINEAR)
-        return np.asarray(image)
+            opened = library.open(BytesIO(value) if isinstance(value, bytes) else value)
+        with opened as image:
+            width, height = image.size
+            image.draft(None, (2 * size, 2 * size))  # a large JPEG need not be decoded in full
+            if image.mode.startswith("I"):  # 16 bits a pixel, of which the conversion would keep the lower 8
+                image = library.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+            image = image.convert("RGB")
+            if image.size != (size, size):
+                image = image.resize((size, size), library.Resampling.BILINEAR)
+            return Image(np.asarray(image), height, width)
     except (OSError, ValueError, TypeError, SyntaxError, library.DecompressionBombError) as error:
         raise InputError(f"{where}: unreadable image ({one_line(error)})") from None
 
@@ -254,16 +263,18 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
                 sound = file.read(-(-longest * rate // SAMPLE_RATE), dtype="float32", always_2d=True).mean(1)
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise InputError(f"{where}: unreadable sound ({one_line(error)})") from None
-    if rate < 1 or len(sound) == 0 or not np.isfinite(sound).all():
-        raise InputError(f"{where}: expected a sound, found {len(sound)} samples at {rate} Hz, not all of them numbers")
+    if rate < 1 or len(sound) == 0:
+        raise InputError(f"{where}: expected a sound, found {len(sound)} samples at {rate} Hz")
+    if not np.isfinite(sound).all():
+        raise InputError(f"{where}: expected a sound, found samples that are not finite")
     if rate != SAMPLE_RATE:
         signal = package("scipy.signal", "resampling sounds")
         common = gcd(int(rate), SAMPLE_RATE)
         sound = signal.resample_poly(sound, SAMPLE_RATE // common, int(rate) // common)
     sound = sound[:longest]
-    peak = max(float(np.abs(sound).max()), 1e-9)
-    scaled: np.ndarray[Any, np.dtype[np.int16]] = (sound * (32767 / peak)).astype(np.int16)
-    return scaled
+    loudest = max(float(np.abs(sound).max()), 1e-9)
+    full: np.ndarray[Any, np.dtype[np.int16]] = (sound * (32767 / loudest)).astype(np.int16)
+    return full
 
 
 def one_line(error: Exception) -> str:

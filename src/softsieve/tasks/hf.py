@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.errors import InputError
-from softsieve.tasks.encode import LENGTH, Encoded, Encoder, one_line
+from softsieve.tasks.encode import LENGTH, Encoded, Encoder, one_line, padded
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
 from softsieve.tasks.read import package
@@ -109,11 +109,8 @@ class PretrainedEncoder(Encoder):
         lengths = inputs["attention_mask"].sum(1)
         if not self.per_word:
             return Encoded(inputs, lengths, tuple(names))
-        words = torch.full((len(examples.inputs), max(map(len, examples.inputs))), -1)
-        for row in range(len(words)):
-            for position, word in reversed(list(enumerate(found.word_ids(row)))):  # the first token of a word stays
-                if word is not None:
-                    words[row, word] = position
+        places = [_first_tokens(found.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
+        words, _ = padded(places, fill=-1)
         return Encoded(inputs, lengths, (*names, "target"), words)
 
     def body(self) -> Body:
@@ -124,6 +121,16 @@ class PretrainedEncoder(Encoder):
             load = transformers.AutoModel.from_pretrained
             encoder = _loaded(lambda: load(self.source, dtype=torch.float32), f"model {self.source}")
         return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
+
+
+def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
+    """The position of the first token of every word, -1 for a word without: cut off, or of no character it knows."""
+    first = [-1] * words
+    for position in reversed(range(len(word_of))):
+        word = word_of[position]
+        if word is not None:
+            first[word] = position
+    return first
 
 
 def _check_config(config: Any, place: str) -> None:

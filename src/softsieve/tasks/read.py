@@ -87,6 +87,43 @@ def read_data(
     return data
 
 
+def read_inputs(
+    source: str | Path, kind: str, *, text_column: str | None = None, label_column: str | None = None
+) -> Examples:
+    """What a trained model is to answer: a source as of `read_data`, with labels or without (an empty list).
+
+    Without labels it may also be a file of texts, one a line (.txt); of words, one a line (.txt, .conll); or a folder
+    of images or sounds. Of a source with several parts it is the test.
+
+    Args:
+        source: file, folder or name of a data set.
+        kind: one of `KINDS`, what the model was trained on.
+        text_column, label_column: as in `read_data`; a column of labels with gaps counts as none.
+
+    Raises:
+        InputError: saying what cannot be used, and where.
+    """
+    path, wanted = Path(source), _Wanted(kind, text_column, label_column)
+    if path.is_dir() and kind in MEDIA:
+        files = [file for file in sorted(path.iterdir()) if file.is_file() and _media_kind(file.name) == kind]
+        if files:
+            return Examples(files, [], [str(file) for file in files])
+    if path.is_file() and _extension(path) in _CONLL:
+        return read_conll(path, tags=False) if kind == "tokens" else line_inputs(read_lines(path), kind, path.parent)
+    if path.is_file() and _readable(path):
+        return _to_answer(read_table(path), kind, wanted)
+    return _one_part(source, "test", wanted).examples
+
+
+def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path()) -> Examples:
+    """Examples without labels from places and lines: texts, words between spaces, or names of files in the folder."""
+    examples = Examples([], [], [])
+    for where, line in lines:
+        examples.inputs.append(_input(line.split() if kind == "tokens" else line, kind, where, folder))
+        examples.where.append(where)
+    return examples
+
+
 class _Wanted(NamedTuple):
     """What the caller said of the data."""
 
@@ -255,8 +292,11 @@ def read_table(path: Path) -> Table:
     return table
 
 
-def read_conll(path: Path) -> Examples:
-    """Sentences of a CoNLL-style file: a word and its tag, first and last on a line, a blank line after a sentence."""
+def read_conll(path: Path, *, tags: bool = True) -> Examples:
+    """Sentences of a CoNLL-style file: a word and its tag, first and last on a line, a blank line after a sentence.
+
+    Without ``tags`` there may be words alone, which gives examples without labels.
+    """
     examples, width = Examples([], [], []), None
     inside = False
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -266,7 +306,7 @@ def read_conll(path: Path) -> Examples:
             continue
         where = f"{path}:{number}"
         width = width or len(fields)
-        if len(fields) < 2:
+        if len(fields) < 2 and tags:
             raise InputError(f"{where}: expected a word and a tag, found only {fields[0]!r}")
         if len(fields) != width:
             raise InputError(f"{where}: expected {width} columns as on the first line, found {len(fields)}")
@@ -279,7 +319,7 @@ def read_conll(path: Path) -> Examples:
         examples.labels[-1].append(fields[-1])
     if not examples.inputs:
         raise InputError(f"{path}: no sentences")
-    return examples
+    return examples if width != 1 else examples._replace(labels=[])
 
 
 def _extension(path: Path) -> str:
@@ -371,20 +411,34 @@ _CONLL = (".conll", ".txt")
 def _examples(table: Table, wanted: _Wanted) -> _Part:
     label = _find_labels(table, wanted)
     kind = wanted.kind or _find_kind(table, label, wanted.text_column)
-    column = wanted.text_column
+    inputs = _inputs(table, kind, wanted.text_column, label)
+    examples = Examples(inputs, [], table.where)
+    for where, words, answer in zip(table.where, inputs, table.columns[label], strict=True):
+        labels = _label(answer, kind, f"{where}: column {label!r}")
+        if kind == "tokens" and len(words) != len(labels):
+            raise InputError(f"{where}: expected a label a word, found {len(words)} words and {len(labels)} labels")
+        examples.labels.append(labels)
+    return _Part(kind, examples, table.names.get(label))
+
+
+def _inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
     column = _named(table, column) if column is not None else _find_inputs(table, kind, label)
     if column == label:
         raise InputError(f"{table.place}: column {column!r} cannot be both the input and the label")
-    examples = Examples([], [], table.where)
-    for where, value, answer in zip(table.where, table.columns[column], table.columns[label], strict=True):
-        examples.inputs.append(_input(value, kind, f"{where}: column {column!r}", table.folder))
-        examples.labels.append(_label(answer, kind, f"{where}: column {label!r}"))
-        if kind == "tokens" and len(examples.inputs[-1]) != len(examples.labels[-1]):
-            raise InputError(
-                f"{where}: expected a label a word, found {len(examples.inputs[-1])} words "
-                f"and {len(examples.labels[-1])} labels"
-            )
-    return _Part(kind, examples, table.names.get(label))
+    cells = zip(table.columns[column], table.where, strict=True)
+    return [_input(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
+
+
+def _to_answer(table: Table, kind: str, wanted: _Wanted) -> Examples:
+    """Examples with labels if every row has one (of multi-label rows, any), else without."""
+    label = None if wanted.label_column is None else _named(table, wanted.label_column)
+    if label is None:
+        label = _find(table, _LABEL, but=wanted.text_column)
+    answers = table.columns[label] if label is not None else [None]
+    blank = [value is None or not str(value).strip() for value in answers]
+    if (None not in answers and not all(blank)) if kind == "multilabel" else not any(blank):
+        return _examples(table, wanted._replace(label_column=label)).examples
+    return Examples(_inputs(table, kind, wanted.text_column, label), [], table.where)
 
 
 def _find(table: Table, names: Iterable[str], but: str | None = None) -> str | None:
@@ -434,7 +488,7 @@ def _find_media(table: Table) -> str | None:
     return next(iter(table.media), None) or _find(table, _FILES)
 
 
-def _find_inputs(table: Table, kind: str, label: str) -> str:
+def _find_inputs(table: Table, kind: str, label: str | None) -> str:
     """The column of the inputs by its name; of texts also the only column that can be one."""
     found: str | None
     if kind in MEDIA:

@@ -203,7 +203,7 @@ class Task:
         if isinstance(self.encoder, PretrainedEncoder):
             self.encoder.save(folder)
         registry = MULTI_LABEL if self.multilabel else SINGLE_LABEL
-        name = next(name for name, kind in registry.items() if kind is type(objective))
+        names = {kind: name for name, kind in registry.items()}
         content = {
             "format": FORMAT,
             "kind": self.kind,
@@ -211,7 +211,7 @@ class Task:
             "filler": self.filler,
             "model": "pretrained" if pretrained else "built-in",
             "encoder": {name: getattr(self.encoder, name) for name in self.encoder.settings},
-            "objective": {"name": name, **asdict(objective)},
+            "objective": {"name": names[type(objective)], **asdict(objective)},
         }
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         replace_file(folder / FILE, lambda part: part.write_text(text, encoding="utf-8"))
@@ -223,7 +223,7 @@ class Task:
         Raises:
             InputError: naming the file and the field that is not as expected.
         """
-        saved = _Saved(folder / FILE)
+        saved = _Saved.read(folder / FILE)
         saved.number("format", FORMAT, FORMAT)
         kind = saved.choice("kind", KINDS)
         labels = saved.labels()
@@ -249,18 +249,20 @@ class Task:
 class _Saved:
     """A JSON object of a file, read with suspicion."""
 
-    def __init__(self, path: Path, prefix: str = "", content: Any = None) -> None:
+    def __init__(self, path: Path, content: Any, prefix: str = "") -> None:
         self.path, self.prefix = path, prefix
-        if content is None:
-            try:
-                content = json.loads(read_text(path))
-            except InputError:
-                raise
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}: not JSON ({error})") from None
-        self.content: dict[str, Any] = content
         if not isinstance(content, dict):
             raise self._error("", "an object", content)
+        self.content: dict[str, Any] = content
+
+    @classmethod
+    def read(cls, path: Path) -> _Saved:
+        text = read_text(path)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not JSON ({error})") from None
+        return cls(path, content)
 
     def _error(self, name: str, expected: str, found: object) -> InputError:
         shown = repr(found)
@@ -269,8 +271,7 @@ class _Saved:
         return InputError(f"{self.path}: {field + ': ' if field else ''}expected {expected}, found {shown}")
 
     def part(self, name: str) -> _Saved:
-        value = self.content.get(name)
-        return _Saved(self.path, f"{self.prefix}{name}.", value if value is not None else [])
+        return _Saved(self.path, self.content.get(name), f"{self.prefix}{name}.")
 
     def number(self, name: str, low: int, high: int) -> int:
         value = self.content.get(name)

@@ -47,6 +47,8 @@ class InfoBatchSampler:
 
     def update(self, indices: Tensor, loss: Tensor) -> None:
         """Note the ``loss`` of the rows ``indices``."""
+        if indices.shape != loss.shape:
+            raise ValueError(f"loss: expected shape {tuple(indices.shape)}, found {tuple(loss.shape)}")
         self.loss[indices.cpu()] = loss.detach().float().cpu()
 
     def next_epoch(self) -> Tensor:
@@ -59,7 +61,7 @@ class InfoBatchSampler:
             below = (self.loss < self.loss[self.loss.isfinite()].mean()).nonzero().flatten()
             leave = int(self.prune * len(below))
             visit[below[torch.randperm(len(below), generator=generator)[:leave]]] = False
-            self.weights[below] = 1 / (1 - self.prune)
+            self.weights[below] = len(below) / max(1, len(below) - leave)  # exact, also for few rows
         order = visit.nonzero().flatten()
         self.plan = order[torch.randperm(len(order), generator=generator)]
         return self.plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -67,14 +68,15 @@ class Journal:
         """One line of the log: what ``kind`` of figures, at which step."""
         line = {"step": step, "kind": kind, **figures}
         self.lines.append(line)
-        if self.file is not None:
-            try:
-                self.file.write(json.dumps(line) + "\n")
-            except OSError as error:
-                raise InputError(f"{self.file.name}: cannot be written: {error}") from error
-        if self.board is not None:
-            for name, value in figures.items():
-                self.board.add_scalar(f"{kind}/{name}", value, step)
+        if self.file is None:
+            return
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            if self.board is not None:
+                for name, value in figures.items():
+                    self.board.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:
+            raise InputError(f"{self.file.name}: cannot be written: {error}") from error
 
     def advance(self, progress: float, samples: int, **shown: str) -> None:
         """Move the bar to ``progress`` in [0, 1], with ``samples`` more done and whatever there is to show."""
@@ -87,10 +89,10 @@ class Journal:
     def close(self) -> None:
         """Take the bar away and close the files."""
         self.bar.stop()
-        if self.file is not None:
-            self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for opened in (self.file, self.board):
+            if opened is not None:
+                with contextlib.suppress(OSError):  # what could not be written has been said
+                    opened.close()
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

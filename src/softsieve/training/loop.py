@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
@@ -34,6 +35,7 @@ from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
 
 IGNORED = -100  # label of positions that do not count
+BLOCK = 4  # batches of rows that are looked at in one go: fewer wait for the device more often, more are out of date
 FREE = ("save_steps", "save_total_limit", "logging_steps")  # settings that may differ when a run is resumed
 STANDING = (
     "epoch",
@@ -48,7 +50,6 @@ STANDING = (
     "seconds",
     "evaluation_seconds",
 )  # attributes of a trainer that say where it stands
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Judge(Protocol):
@@ -123,6 +124,8 @@ class Trainer:
         self.device = self.accelerator.device
         self.graphs = settings.graphs and self.device.type == "cuda" and self.ranks == 1
         self.sharded = "FSDP" in str(self.accelerator.distributed_type)
+        # State with whole tensors, which only the main process gets of a sharded model.
+        self.whole = StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
         self._check(train, validation)
         self.train, self.validation = train.to(self.device), None if validation is None else validation.to(self.device)
         self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model))
@@ -322,7 +325,7 @@ class Trainer:
 
     def _fill_queue(self, size: int) -> None:
         plan = self.sampler.plan
-        block = self.settings.eval_batch_size * self.ranks if self.settings.skip == "solved" else len(plan)
+        block = BLOCK * self.settings.eval_batch_size * self.ranks if self.settings.skip == "solved" else len(plan)
         while len(self.queue) < size and self.position < len(plan):
             rows = plan[self.position : self.position + block]
             self.position += len(rows)
@@ -353,6 +356,9 @@ class Trainer:
             found = look(index=share.to(self.device) if self.graphs else share)
             parts.append([self._gather(value, len(rows)).clone() for value in self._pad(found)])
         self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # which a backward pass would have done, and all that handles weights relies on
         width = max(part[0].shape[-1] for part in parts) if parts[0][0].ndim > 1 else 0
         return Look(
             torch.cat([_widen(part[0], width) for part in parts]),
@@ -513,7 +519,7 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
         if self.sharded:
-            whole: Any = get_model_state_dict(self.model, options=FULL)
+            whole: Any = get_model_state_dict(self.model, options=self.whole)
             return dict(whole)
         state: dict[str, Tensor] = self.accelerator.unwrap_model(self.model).state_dict()
         return {name: value.detach().clone() for name, value in state.items()}
@@ -534,8 +540,8 @@ class Trainer:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state by parameter and name, e.g. ``head.weight/exp_avg``."""
-        state: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=FULL)["state"]
-        return {f"{name}/{key}": torch.as_tensor(v) for name, held in state.items() for key, v in held.items()}
+        held: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self.whole).get("state", {})
+        return {f"{name}/{key}": torch.as_tensor(v) for name, state in held.items() for key, v in state.items()}
 
     @cached_property
     def _fingerprint(self) -> int:
@@ -578,16 +584,17 @@ class Trainer:
         state, files = load_checkpoint(folder)
         try:
             self._expect(folder, state)
-            weights: Any = get_model_state_dict(self.model, options=FULL)
+            weights = self.weights()
             if not self.sharded or self.rank == 0:
                 check_same(folder / "model.safetensors", "checkpoint", files["model"], weights)
             self._load_weights(files["model"])
-            template: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=FULL)
+            template: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self.whole)
             held: dict[str, dict[str, Tensor]] = {}
             for name, value in files["optimizer"].items():
                 parameter, _, key = name.rpartition("/")
                 held.setdefault(parameter, {})[key] = value
-            template["state"] = held
+            if template:  # empty where the state will be broadcast to
+                template["state"] = held
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=self.sharded)
             set_optimizer_state_dict(self.model, self.optimizer.optimizer, template, options=options)
             self.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
@@ -600,9 +607,9 @@ class Trainer:
             self.best, self.best_weights, self.queue = state["best"], files.get("best", {}), files["queue"]["queue"]
             if isinstance(self.sampler, InfoBatchSampler):
                 self.row_weight.copy_(self.sampler.weights)
-            torch.set_rng_state(files["random"]["cpu"][self.rank])
+            torch.set_rng_state(files["random"]["cpu"][self.rank].clone())  # it does not bear a view
             if self.device.type == "cuda" and "cuda" in files["random"]:
-                torch.cuda.set_rng_state(files["random"]["cuda"][self.rank])
+                torch.cuda.set_rng_state(files["random"]["cuda"][self.rank].clone())
         except KeyError as error:
             raise InputError(f"{folder}: incomplete checkpoint: {error} is missing") from error
 

@@ -165,7 +165,10 @@ class SolvedSampler(Sampler[int]):
         return torch.cat([order, order[torch.arange(short) % max(1, len(order))]])
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes, so that a run resumed in the middle of an epoch decides as it would have."""
+        """All that changes, so that a run resumed in the middle of an epoch decides as it would have.
+
+        What other ranks saw since the epoch began is not in it: save one for each rank, or between epochs.
+        """
         tensors = {"streak": self.streak, "seen": self._seen, "looks": self._looks, "plan": self.plan}
         return {"epoch": self.epoch, "started": self._started, **{k: v.clone() for k, v in tensors.items()}}
 

@@ -1,0 +1,488 @@
+"""The loop: equal to a plain one where it should be, and what it does beyond."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softsieve.errors import InputError
+from softsieve.losses.objectives import ASSoftmax
+from softsieve.training import InfoBatchSampler, SolvedSampler
+from softsieve.training.checkpoint import checkpoints, load_checkpoint
+from softsieve.training.loop import Trainer
+from softsieve.training.rows import Rows
+from softsieve.training.settings import Settings
+from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
+
+
+def close_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-4, atol=1e-6)
+
+
+# -- a plain run -------------------------------------------------------------------------------------------------------
+
+
+def plain_loop(model: nn.Module, rows: Rows, settings: Settings) -> list[float]:
+    """What the trainer should come to, written out."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=True)
+    torch.manual_seed(settings.seed)
+    losses, total, seen = [], settings.epochs * len(rows), 0
+    for epoch in range(settings.epochs):
+        order = SolvedSampler(len(rows), seed=settings.seed)
+        order.epoch = epoch
+        for index in torch.split(order._draw(), settings.batch_size):
+            seen += len(index)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(seen / total)
+            loss = F.cross_entropy(model(rows.inputs["features"][index]), rows.target[index], reduction="none").sum()
+            (loss / len(index)).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach() / len(index)))
+    return losses
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1])
+def test_softmax_is_a_plain_loop_bit_for_bit(max_grad_norm: float) -> None:
+    rows, model = points(90, noise=0.3), Net(dropout=0.3)
+    made = trainer(rows, model=Net(dropout=0.3), loss="softmax", batch_size=16, max_grad_norm=max_grad_norm, epochs=3)
+    losses = plain_loop(model, rows, made.settings)
+    result = made.fit()
+    assert equal_weights(made.weights(), model.state_dict())
+    assert [line["loss"] for line in result.log] == pytest.approx(losses, rel=1e-6)
+    assert (result.steps, result.trained, result.screened) == (18, 270, 0)
+    assert result.best == {}
+    assert not equal_weights(made.weights(), Net().state_dict())
+
+
+def test_clipping_can_be_switched_off() -> None:
+    ends = []
+    for norm in (0.0, 1e9, 1e-3):
+        made = trainer(points(40), loss="softmax", max_grad_norm=norm)
+        made.fit()
+        ends.append(made.weights())
+    close_weights(ends[0], ends[1])
+    assert not torch.allclose(ends[0]["head.weight"], ends[2]["head.weight"], rtol=1e-4)
+
+
+def test_weight_decay_spares_vectors_and_frozen_weights_stay() -> None:
+    model = Net()
+    model.body.weight.requires_grad_(False)
+    made = trainer(points(40), model=model, weight_decay=0.5)
+    assert [(len(g["params"]), g["weight_decay"]) for g in made.optimizer.param_groups] == [(1, 0.5), (2, 0.0)]
+    made.fit()
+    assert torch.equal(made.weights()["body.weight"], Net().body.weight)
+    assert not torch.equal(made.weights()["head.weight"], Net().head.weight)
+
+
+def test_seed_is_of_order_and_dropout() -> None:
+    def run(seed: int) -> dict[str, Tensor]:
+        made = trainer(points(40), model=Net(dropout=0.5), seed=seed)
+        made.fit()
+        return made.weights()
+
+    assert equal_weights(run(1), run(1))
+    assert not equal_weights(run(1), run(2))
+
+
+def test_log() -> None:
+    result = trainer(points(40), validation=points(24, seed=1), epochs=2, logging_steps=2, warmup_ratio=0.5).fit()
+    train = [line for line in result.log if line["kind"] == "train"]
+    assert [line["step"] for line in train] == [2, 4, 6, 8, 10]
+    assert [line["samples"] for line in train] == [16, 32, 48, 64, 80]
+    assert [line["progress"] for line in train] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [line["learning_rate"] for line in train] == pytest.approx([0.004, 0.008, 0.008, 0.004, 0], abs=1e-9)
+    assert all(0 <= line["solved"] <= 1 and line["delta"] == 0.1 for line in train)
+    validation = [line for line in result.log if line["kind"] == "validation"]
+    assert [line["step"] for line in validation] == [5, 10]
+    assert validation[-1].keys() == {"step", "kind", "progress", "loss", "accuracy"}
+    assert result.seconds > result.evaluation_seconds > 0
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [points(90, noise=0.1), tokens(75), flags(75)], ids=["points", "tokens", "flags"])
+def test_windows_in_one_pass_or_several(rows: Rows) -> None:
+    """Also the last window of an epoch, which is short, and rows of tokens that count differently."""
+    ends, logs = [], []
+    for merge in (True, False):
+        made = trainer(rows, speed_steps=4, speed_lambda=3.0, merge=merge, epochs=4)
+        result = made.fit()
+        assert made.speed.steps == 4
+        ends.append(made.weights())
+        logs.append(result.log)
+    close_weights(*ends)
+    assert [line["samples"] for line in logs[0]] == [line["samples"] for line in logs[1]]
+    for first, second in zip(*logs, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-3, abs=1e-6)
+        assert first["solved"] == second["solved"]
+
+
+def test_speed_reaches_its_most_and_takes_fewer_steps() -> None:
+    plain = trainer(points(160), epochs=6).fit()
+    made = trainer(points(160), epochs=6, speed_steps=3)
+    fast = made.fit()
+    assert made.speed.steps == 3
+    assert fast.trained == plain.trained == 6 * 160
+    assert fast.steps < 0.6 * plain.steps
+    sizes = torch.tensor([0, *(line["samples"] for line in fast.log)]).diff()
+    assert set(sizes.tolist()) >= {8, 16, 24}
+    assert sizes[0] == 8
+    for line in fast.log:  # by samples, not by steps
+        assert line["progress"] == pytest.approx(line["samples"] / (6 * 160))
+        assert line["learning_rate"] == pytest.approx(made.settings.learning_rate_at(line["samples"] / (6 * 160)))
+
+
+def test_speed_follows_the_rule() -> None:
+    """Steps of the log are those that AS-Speed gives for the rows of the latest micro-batch."""
+    made, speed = trainer(points(160), epochs=3, speed_steps=5), Settings(speed_steps=5).speed()
+    result = made.fit()
+    before, epoch, expected, found = 0, 160, [], []
+    window = 1
+    for line in result.log:
+        size = line["samples"] - before
+        found.append(size)
+        expected.append(min(8 * window, epoch - before % epoch))
+        if size == 8:  # then all of the step is the latest micro-batch, and the log says how much of it was solved
+            window = speed.update(round(8 * line["solved"]), 8)
+        else:
+            break
+        before = line["samples"]
+    assert found == expected
+    assert found[-1] == 16
+
+
+# -- skipping ----------------------------------------------------------------------------------------------------------
+
+
+def test_skipping_trains_fewer_rows_and_counts_looks() -> None:
+    rows, validation = points(400), points(100, seed=1)
+    plain = trainer(rows, validation=validation, epochs=8).fit()
+    made = trainer(rows, validation=validation, epochs=8, skip="solved", eval_batch_size=64)
+    result = made.fit()
+    assert plain.trained == 8 * 400
+    assert plain.screened == 0
+    assert result.trained < 0.5 * plain.trained
+    assert 0 < result.screened < plain.trained - result.trained
+    assert result.best["accuracy"] >= plain.best["accuracy"] - 0.02
+    assert result.log[-1]["progress"] == 1
+    train = [line["progress"] for line in result.log if line["kind"] == "train"]
+    assert train == sorted(train)  # rows left out count as seen
+
+
+def test_skipping_nothing_is_the_plain_run() -> None:
+    ends = []
+    nothing: dict[str, Any] = {"skip": "solved", "tolerance": 0.0, "screen_above": 1.0, "eval_batch_size": 16}
+    for options in ({}, nothing):
+        made = trainer(points(100, noise=0.1), model=Net(dropout=0.2), epochs=5, **options)
+        result = made.fit()
+        ends.append(made.weights())
+        assert (result.trained, result.screened) == (500, 0)
+        assert isinstance(made.sampler, SolvedSampler)
+        assert made.sampler.streak.any()  # rows were solved
+    assert equal_weights(*ends)
+
+
+def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything looked at, whatever is trained was not solved a moment before."""
+    made = trainer(points(100, noise=0.1), epochs=6, skip="solved", tolerance=0.0, screen_above=0.0)
+    model, epochs, waiting = made.model, [-1], []
+    step = made._take_step
+
+    def watched(index: Tensor, micro_batches: int) -> None:
+        if made.epoch not in epochs:  # the weights are those that the look saw
+            epochs.append(made.epoch)
+            model.eval()
+            with torch.no_grad():
+                solved = made._rows_loss(made.train.batch(torch.arange(100)))[1]
+            model.train()
+            waiting.append(len(made.queue) + len(index))
+            assert waiting[-1] == int((~solved).sum())
+            assert not solved[index].any()
+        step(index, micro_batches)
+
+    monkeypatch.setattr(made, "_take_step", watched)
+    result = made.fit()
+    assert len(waiting) == 6
+    assert 0 < min(waiting) < 50
+    assert result.screened == 6 * 100
+    assert result.trained == sum(waiting)
+
+
+def test_looks_leave_no_trace() -> None:
+    """Neither dropout nor weights notice that the model was looked at."""
+    made = trainer(points(60), model=Net(dropout=0.5), validation=points(40, seed=1))
+    before, state = made.weights(), torch.get_rng_state()
+    first, decided = made.evaluate()
+    second, _ = made.evaluate(points(40, seed=1))
+    assert first == second
+    assert decided.shape == (40,)
+    assert equal_weights(before, made.weights())
+    assert torch.equal(state, torch.get_rng_state())
+    assert made.model.training
+
+
+def test_sampler_hears_of_every_row() -> None:
+    for skip in ("no", "solved"):
+        made = trainer(points(100), epochs=3, skip=skip)
+        made.fit()
+        made._report()
+        assert isinstance(made.sampler, SolvedSampler)
+        state = made.sampler.state_dict()
+        assert (state["seen"][state["plan"]] > 0).all()
+        if skip == "no":
+            assert torch.equal(state["seen"] == 1, made.row_solved)
+            assert made.row_solved.any()
+
+
+def test_infobatch_weights_enter_the_loss() -> None:
+    rows, ends = points(100, noise=0.3), []
+    made = trainer(rows, loss="softmax", skip="infobatch", epochs=8)
+    assert isinstance(made.sampler, InfoBatchSampler)
+    result = made.fit()
+    assert result.trained < 800
+    assert made.sampler.weights.max() == 1  # the last epoch visits everything
+    for factor in (1.0, 3.0):
+        made = trainer(rows, loss="softmax", skip="infobatch", epochs=1, max_grad_norm=0.0, batch_size=100)
+        made.row_weight = torch.full((100,), factor)
+        made._batch_loss(torch.arange(100), torch.tensor(100)).backward()  # type: ignore[no-untyped-call]
+        ends.append(made.model.head.weight.grad.clone())
+        assert torch.equal(made.row_loss, F.cross_entropy(made.model(**rows.inputs), rows.target, reduction="none"))
+    torch.testing.assert_close(3 * ends[0], ends[1])
+
+
+def test_infobatch_uses_the_weights_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(points(100, noise=0.3), loss="softmax", skip="infobatch", epochs=8)
+    assert isinstance(made.sampler, InfoBatchSampler)
+    step, different = made._take_step, 0
+
+    def watched(index: Tensor, micro_batches: int) -> None:
+        nonlocal different
+        assert torch.equal(made.row_weight, made.sampler.weights)  # type: ignore[union-attr]
+        different += int((made.row_weight != 1).any())
+        step(index, micro_batches)
+
+    monkeypatch.setattr(made, "_take_step", watched)
+    made.fit()
+    assert different > 10
+    assert made.sampler.loss.isfinite().all()
+
+
+# -- margin ------------------------------------------------------------------------------------------------------------
+
+
+def test_margin_comes_down() -> None:
+    made = trainer(points(80), epochs=2, delta=0.2, initial_delta=0.8, delta_ratio=0.5)
+    assert isinstance(made.objective, ASSoftmax)
+    assert made.objective.delta == 0.8
+    deltas = [line["delta"] for line in made.fit().log]
+    assert deltas == pytest.approx([max(0.2, 0.8 - 0.6 * 2 * step / 20) for step in range(1, 21)])
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_best_weights_are_restored() -> None:
+    class Judged(Judge):
+        """Says that the second evaluation is the best."""
+
+        scores = iter([0.2, 0.9, 0.5, 0.9])
+
+        def metrics(self, decided: Tensor, target: Tensor) -> dict[str, float]:
+            return {"accuracy": next(self.scores)}
+
+    settings = Settings(batch_size=8, epochs=3, learning_rate=0.01, logging_steps=1)
+    rows = points(40)
+    judge = Judged()
+    made = Trainer(Net(), settings.objective(multilabel=False), rows, judge, settings, validation=points(20, seed=1))
+    # The first score went to the check of the metric's name.
+    kept = []
+    judge_step = made._judge
+
+    def watched(journal: Any) -> bool:
+        kept.append(made.weights())
+        return judge_step(journal)
+
+    made._judge = watched  # type: ignore[method-assign]
+    result = made.fit()
+    assert (result.best["accuracy"], result.best_step, result.steps) == (0.9, 5, 15)
+    assert equal_weights(made.weights(), kept[0])  # the first of equals
+    assert not equal_weights(made.weights(), kept[-1])
+
+
+def test_best_of_a_run_that_gets_worse() -> None:
+    """A learning rate that is too high, and a metric to be minimised."""
+    validation = points(60, seed=1, noise=0.2)
+    made = trainer(
+        points(60, noise=0.5),
+        validation=validation,
+        epochs=30,
+        learning_rate=0.1,
+        metric="loss",
+        greater_is_better=False,
+    )
+    result = made.fit()
+    losses = {line["step"]: line["loss"] for line in result.log if line["kind"] == "validation"}
+    assert result.best["loss"] == min(losses.values())
+    assert losses[result.best_step] == min(losses.values())
+    assert result.best_step < result.steps
+    assert made.evaluate()[0] == result.best
+
+
+def test_patience() -> None:
+    made = trainer(
+        points(60, noise=0.5),
+        validation=points(60, seed=1, noise=0.2),
+        epochs=60,
+        learning_rate=0.1,
+        metric="loss",
+        greater_is_better=False,
+        patience=3,
+    )
+    result = made.fit()
+    evaluated = [line["step"] for line in result.log if line["kind"] == "validation"]
+    assert len(evaluated) < 60
+    assert evaluated.index(result.best_step) == len(evaluated) - 4
+    assert made.evaluate()[0] == result.best
+
+
+def test_eval_steps() -> None:
+    result = trainer(points(80), validation=points(20, seed=1), epochs=2, eval_steps=6).fit()
+    assert [line["step"] for line in result.log if line["kind"] == "validation"] == [6, 12, 18, 20]
+    result = trainer(points(80), validation=points(20, seed=1), epochs=2, eval_steps=10).fit()
+    assert [line["step"] for line in result.log if line["kind"] == "validation"] == [10, 20]
+
+
+def test_evaluation_does_not_depend_on_its_batches() -> None:
+    rows = tokens(50, longest=7)
+    found: list[tuple[float, float, list[int]]] = []
+    for size in (50, 7, 1):
+        made = trainer(tokens(20), validation=rows, eval_batch_size=size)
+        metrics, decided = made.evaluate()
+        assert decided.shape == rows.target.shape
+        counted = rows.target != -100
+        found.append((metrics["loss"], metrics["accuracy"], decided[counted].tolist()))
+    for loss, *others in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        assert tuple(others) == found[0][1:]
+
+
+def test_evaluation_is_the_mean_over_what_counts() -> None:
+    for rows in (points(50), tokens(50)):
+        made = trainer(rows, loss="softmax")
+        with torch.no_grad():
+            logits = made.model(**rows.inputs)
+        metrics, _ = made.evaluate(rows)
+        assert metrics["loss"] == pytest.approx(float(F.cross_entropy(logits.flatten(0, -2), rows.target.flatten())))
+        counted = rows.target != -100
+        assert metrics["accuracy"] == pytest.approx(float((logits.argmax(-1) == rows.target)[counted].float().mean()))
+
+
+# -- kinds of targets --------------------------------------------------------------------------------------------------
+
+
+def test_tokens() -> None:
+    rows, model = tokens(60), Net()
+    loss = F.cross_entropy(model(**rows.inputs).flatten(0, 1), rows.target.flatten())  # mean over what counts
+    loss.backward()  # type: ignore[no-untyped-call]
+    mean = pytest.approx(float(loss.detach()), rel=1e-5)
+    made = trainer(rows, loss="softmax")
+    made._batch_loss(torch.arange(60), (rows.target != -100).sum()).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(made.model.head.weight.grad, model.head.weight.grad)
+    assert made._figures()[0] == mean
+    assert trainer(rows, loss="softmax", batch_size=60).fit().log[0]["loss"] == mean
+    result = trainer(tokens(150), validation=tokens(30, seed=1), epochs=8, skip="solved").fit()
+    assert result.best["accuracy"] > 0.9
+    assert result.trained < 8 * 150
+
+
+def test_tokens_are_solved_when_all_that_count_are() -> None:
+    made = trainer(tokens(40), delta=0.1)
+    rows = made.train
+    _, solved, logits = made._rows_loss(rows.batch(torch.arange(40), cut=False))
+    positions = made.objective(logits, rows.target).solved
+    assert positions is not None
+    by_hand = [bool(positions[i][rows.target[i] != -100].all()) for i in range(40)]
+    assert solved.tolist() == by_hand
+    assert 0 < sum(by_hand) < 40  # some by chance, those without labels among them
+
+
+def test_multilabel() -> None:
+    result = trainer(flags(200), validation=flags(60, seed=1), epochs=20, learning_rate=0.02).fit()
+    assert result.best["accuracy"] > 0.85
+    skipping = trainer(flags(200), validation=flags(60, seed=1), epochs=20, learning_rate=0.02, skip="solved").fit()
+    assert skipping.best["accuracy"] > 0.83
+    assert skipping.trained < result.trained
+
+
+def test_bf16() -> None:
+    made = trainer(points(80), validation=points(40, seed=1), epochs=4, precision="bf16")
+    result = made.fit()
+    assert result.best["accuracy"] > 0.95
+    assert all(value.dtype == torch.float32 for value in made.weights().values())
+    exact = Net().double()
+    exact.load_state_dict(made.weights())
+    features = points(40, seed=1).inputs["features"]
+    with torch.no_grad():
+        error = (made.model(features).double() - exact(features.double())).abs().max()
+    assert 1e-5 < error < 0.1  # products were rounded
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train": points(0)}, "^training data: expected rows, found none$"),
+        ({"validation": points(0)}, "^validation data: expected rows, found none$"),
+        ({"validation": points(4), "metric": "f1"}, "^metric: expected one of loss, accuracy, found 'f1'$"),
+        ({"patience": 2}, "^early stopping and eval_steps need validation data, found none$"),
+        ({"eval_steps": 2}, "^early stopping and eval_steps need validation data, found none$"),
+        ({"graphs": True}, "^graphs: expected one process on a CUDA device$"),
+    ],
+)
+def test_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        trainer(**{"train": points(10), **options})
+
+
+def test_evaluation_without_rows() -> None:
+    with pytest.raises(InputError, match="evaluation: expected rows"):
+        trainer(points(10)).evaluate()
+
+
+def test_loss_that_is_not_finite(tmp_path: Path) -> None:
+    rows = points(80)
+    order = SolvedSampler(80, seed=42).plan
+    rows.inputs["features"][order[60]] = float("inf")  # in step 8
+    made = trainer(rows, output=tmp_path, save_steps=3, logging_steps=100, epochs=1)
+    with pytest.raises(InputError, match=r"^the loss is (nan|inf) at step 9: try a smaller learning rate"):
+        made.fit()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-6"]
+    _, files = load_checkpoint(tmp_path / "checkpoint-6")
+    assert all(value.isfinite().all() for value in files["model"].values())
+
+
+def test_loss_that_is_not_finite_is_noticed_at_the_end() -> None:
+    rows = points(80)
+    rows.inputs["features"][:] = float("nan")
+    with pytest.raises(InputError, match=r"^the loss is nan at step 10"):
+        trainer(rows, logging_steps=100, epochs=1).fit()
+
+
+def test_one_row_and_batches_larger_than_the_data() -> None:
+    result = trainer(points(1), batch_size=64, epochs=3, skip="solved").fit()
+    assert result.trained + result.screened >= 3
+    assert trainer(points(1), validation=points(1), epochs=2).fit().best_step in (1, 2)
