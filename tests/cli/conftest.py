@@ -1,4 +1,4 @@
-"""Commands that train start with an Accelerate that knows nothing of the test before, on the CPU and in a new folder."""
+"""Commands start on the CPU, in a new folder and with an Accelerate that knows nothing of the test before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bert(tmp_path: Path) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "bert"
     folder.mkdir()
-    words = "a film number good fine lovely great bad poor awful dull".split()
+    words = ["a", "film", "number", "good", "fine", "lovely", "great", "bad", "poor", "awful", "dull"]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, *"0123456789", *(f"##{d}" for d in range(10))]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(str(folder))

@@ -181,9 +181,10 @@ def test_resume_takes_a_folder_or_nothing(line: str, value: str | None) -> None:
         ("--fp16 --bf16", "expected fp16 or bf16, found both"),
         ("--tolerance 0.1", "tolerance: expected only with --skip_solved"),
         ("--loss softmax --skip_solved", "expected the loss 'as-softmax'"),
-        ("--loss hinge", "'hinge'"),
+        ("--loss hinge", "loss: expected one of 'softmax', 't-softmax'"),
         ("--learning_rate -1", "learning_rate"),
-        ("--delta 2", "[0, 1], found 2"),
+        ("--delta 2", "min_as_delta: expected a number in [0, 1], found 2"),
+        ("--metric_for_best_model f1", "metric_for_best_model: expected one of loss, accuracy, macro_f1, micro_f1"),
     ],
 )
 def test_options_refused(reviews: Path, line: str, message: str) -> None:
@@ -230,7 +231,7 @@ from softsieve.cli import app
 try:
     app(sys.argv[1:])
 finally:
-    import huggingface_hub
+    import huggingface_hub.constants
     print(huggingface_hub.constants.HF_HUB_CACHE)
 """
     command = ["train", "--data", "missing.csv", "--cache_dir", "kept"]
@@ -360,7 +361,7 @@ def test_every_kind(make: Callable[[Path], Path], name: str, metric: str) -> Non
     assert metric in result.output
     answers = list(map(json.loads, out.read_text().splitlines()))
     assert len(answers) == (80 if metric == "micro_f1" else 40)
-    assert sum(answer["prediction"] == answer["label"] for answer in answers) > 0.9 * len(answers)
+    assert sum(sorted(answer["prediction"]) == sorted(answer["label"]) for answer in answers) > 0.9 * len(answers)
 
 
 # What goes wrong
@@ -390,7 +391,6 @@ TWO = "text,label\ngood,pos\nbad,neg\n"
         (TWO, ["--task_name", "sst5"], "expected --data or --task_name, found both"),
         (TWO, ["--data_dir", "."], "data_dir: expected with one of sst5"),
         (TWO, ["--validation_share", "0", "--eval_steps", "3"], "in: expected validation data, found none"),
-        (TWO, ["--validation_share", "0", "--loss", "hinge"], "expected one of"),
         (TWO, ["--validation_share", "0", "--model_name_or_path", "./no"], "model ./no: cannot be loaded"),
         (TWO, ["--validation_share", "0", "--max_seq_length", "1"], "max_length: expected a whole number from 4"),
         (TWO, ["--validation_share", "0", "--graphs"], "graphs: expected one process on a CUDA device"),
@@ -421,9 +421,10 @@ def test_a_loss_that_is_no_number(reviews: Path) -> None:
     assert not Path("softsieve-run/model").exists()
 
 
-def test_a_checkpoint_of_another_model(reviews: Path) -> None:
+def test_a_checkpoint_of_another_model(reviews: Path, bert: Path) -> None:
     options = [*QUICK, "--save_steps", "5", "--validation_share", "0"]
     trained("--data", reviews, *options)
+    print(refused("--data", reviews, *options, "--resume_from_checkpoint", "softsieve-run/checkpoint-5", "--model_name_or_path", bert, "--learning_rate", 3e-3, "--per_device_eval_batch_size", 512, "--output_dir", "other")); 1/0
     three = write("three.csv", reviews.read_text().replace("number 9,neg", "number 9,odd"))
     message = refused("--data", three, *options, "--resume_from_checkpoint", "softsieve-run/checkpoint-5",
                       "--output_dir", "other")  # fmt: skip

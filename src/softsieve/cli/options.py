@@ -300,12 +300,15 @@ def make_settings(
         raise InputError("precision: expected fp16 or bf16, found both")
     if options.tolerance is not None and not options.skip_solved:
         raise InputError("tolerance: expected only with --skip_solved")
-    epochs = either(options.num_train_epochs, "epochs")
-    if epochs != int(epochs):
+    epochs = float(either(options.num_train_epochs, "epochs"))
+    if not epochs.is_integer():
         raise InputError(f"num_train_epochs: expected a whole number, found {epochs:g}")
     batch_size = either(options.per_device_train_batch_size, "batch_size")
     _checks.whole_number("per_device_train_batch_size", batch_size, 1, NEVER)
     epoch = -(-rows // (batch_size * processes))
+    delta = either(options.min_as_delta, "delta")
+    for name, value in {"min_as_delta": delta, "initial_as_delta": options.initial_as_delta}.items():
+        _checks.number(name, value, 0, 1)
     metric = either(options.metric_for_best_model, "metric").removeprefix("eval_")
     save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
     return Settings(
@@ -317,7 +320,7 @@ def make_settings(
         weight_decay=options.weight_decay,
         warmup_ratio=options.warmup_ratio,
         max_grad_norm=options.max_grad_norm,
-        delta=either(options.min_as_delta, "delta"),
+        delta=delta,
         initial_delta=options.initial_as_delta,
         delta_ratio=options.ratio if options.as_warm_up else 0.0,
         speed_steps=options.accu_steps if options.as_speed_up else 1,

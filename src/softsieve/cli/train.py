@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softsieve import _checks
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
 from softsieve.errors import InputError
+from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
@@ -77,7 +79,9 @@ def _train(options: Options, console: Console) -> None:
         processes=int(os.environ.get("WORLD_SIZE", "1")),
         gpu=torch.cuda.is_available(),
     )
-    settings.objective(multilabel=data.kind == "multilabel")  # says now what is wrong with it
+    multilabel = data.kind == "multilabel"
+    _checks.choice("loss", settings.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
+    settings.objective(multilabel=multilabel)  # says now which package it lacks
     task = Task.build(
         data,
         model=options.model_name_or_path,
@@ -85,14 +89,17 @@ def _train(options: Options, console: Console) -> None:
         workers=options.dataloader_num_workers,
     )
     splits = encode(task, data.train, data.validation, data.test)
+    if splits.validation is not None:
+        _check_metric(task, splits.validation, settings.metric)
     _say_data(console, data, len(task.labels))
-    _say_settings(console, options, settings)
+    _say_settings(console, options, settings, splits.validation is not None)
     if resume is None and is_main_process():
         _clear(options.output_dir)
     show = options.show_progress and not options.quiet and console.is_terminal
     run = train_task(task, splits, settings, output=options.output_dir, resume=resume, show=show, console=console)
 
-    console.print(metrics_table({"validation": run.result.best, "test": run.test}))
+    if run.result.best or run.test:
+        console.print(metrics_table({"validation": run.result.best, "test": run.test}))
     _say_cost(console, run, len(splits.train))
     console.print(f"model: {options.output_dir / MODEL}")
     part, decided = splits.test, run.test_decided
@@ -125,6 +132,13 @@ def _judge(options: Options, console: Console) -> None:
     console.print(metrics_table(found))
     if is_main_process():
         _draw(console, options.output_dir, task, part, decided)
+
+
+def _check_metric(task: Task, rows: Rows, metric: str) -> None:
+    """Refuse an unknown metric before anything is overwritten."""
+    known = ["loss", *task.metrics(*task.by_word(rows.target.clamp_min(0), rows))]
+    if metric not in known:
+        raise InputError(f"metric_for_best_model: expected one of {', '.join(known)} for {task.kind}, found {metric!r}")
 
 
 # The folder
@@ -240,7 +254,7 @@ def _say_data(console: Console, data: Data, classes: int) -> None:
     console.print(f"data: {data.name}, {data.kind}; rows: {rows}; {classes} classes")
 
 
-def _say_settings(console: Console, options: Options, settings: Settings) -> None:
+def _say_settings(console: Console, options: Options, settings: Settings, validation: bool) -> None:
     s = settings
     margin = ""
     if s.adaptive:
@@ -256,8 +270,8 @@ def _say_settings(console: Console, options: Options, settings: Settings) -> Non
         precision = ", float32 (fp16 needs a GPU)"
     console.print(f"model: {options.model_name_or_path or 'built-in'}; loss: {s.loss}{margin}")
     console.print(
-        f"epochs: {s.epochs}, rows in a batch: {s.batch_size}, learning rate: {s.learning_rate:g}, seed: {s.seed}, "
-        f"best by: {s.metric}{precision}"
+        f"epochs: {s.epochs}, rows in a batch: {s.batch_size}, learning rate: {s.learning_rate:g}, seed: {s.seed}"
+        f"{f', best by: {s.metric}' if validation else ''}{precision}"
     )
 
 

@@ -235,6 +235,8 @@ def _decoded_image(value: Any, where: str, size: int) -> Image:
     library = package("PIL.Image", "reading images")
     try:
         if isinstance(value, np.ndarray):
+            if value.dtype != np.uint8:
+                raise TypeError(f"expected pixels of type uint8, found {value.dtype}")
             opened = library.fromarray(value)
         else:
             opened = library.open(BytesIO(value) if isinstance(value, bytes) else value)
@@ -273,7 +275,7 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
         sound = signal.resample_poly(sound, SAMPLE_RATE // common, int(rate) // common)
     sound = sound[:longest]
     loudest = max(float(np.abs(sound).max()), 1e-9)
-    full: np.ndarray[Any, np.dtype[np.int16]] = (sound * (32767 / loudest)).astype(np.int16)
+    full: np.ndarray[Any, np.dtype[np.int16]] = np.rint(sound * (32767 / loudest)).astype(np.int16)
     return full
 
 
