@@ -31,14 +31,14 @@ PRETRAINED: dict[str, dict[str, Any]] = {
     "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "metric": "micro_f1"},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
-    "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 1e-2},
-    "sst5": {"epochs": 7, "batch_size": 64, "learning_rate": 3e-3},
-    "eurosat": {"epochs": 12, "batch_size": 64, "learning_rate": 2e-3},
-    "cifar10": {"epochs": 10, "batch_size": 128, "learning_rate": 2e-3},
-    "mnist": {"epochs": 3, "batch_size": 128, "learning_rate": 2e-3},
-    "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 2e-3},
-    "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 2e-3},
-    "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 2e-3, "metric": "entity_f1"},
+    "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
+    "sst5": {"epochs": 7, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.3},
+    "eurosat": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3},
+    "cifar10": {"epochs": 10, "batch_size": 128, "learning_rate": 3e-3},
+    "mnist": {"epochs": 3, "batch_size": 128, "learning_rate": 3e-3},
+    "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 3e-3},
+    "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
+    "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
     "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "metric": "micro_f1"},
     "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "metric": "micro_f1"},
 }

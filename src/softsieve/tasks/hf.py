@@ -33,9 +33,8 @@ class PretrainedBody(Body):
     def __init__(self, encoder: nn.Module, *, features: int, per_word: bool) -> None:
         super().__init__()
         if hasattr(encoder, "pooler"):
-            encoder.register_module(
-                "pooler", None
-            )  # parameters that no loss would reach, which distributed training takes for a fault
+            # Its parameters no loss would reach, which distributed training takes for a fault.
+            encoder.register_module("pooler", None)
         self.encoder, self.features, self.per_word = encoder, features, per_word
         self.dropout = nn.Dropout(0.1)
 
@@ -78,6 +77,8 @@ class PretrainedEncoder(Encoder):
         transformers = package("transformers", place)
         config = _loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), place)
         _check_config(config, place)
+        if per_word:
+            options["add_prefix_space"] = True  # to those that take it: a word is written as one inside a text
         tokenizer = _loaded(lambda: transformers.AutoTokenizer.from_pretrained(name, **options), place)
         if per_word and not tokenizer.is_fast:
             raise InputError(f"{place}: expected a fast tokenizer, which knows the words of its tokens")
@@ -86,8 +87,10 @@ class PretrainedEncoder(Encoder):
                 raise InputError(f"{place}: expected a tokenizer that can pad")
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.padding_side = tokenizer.truncation_side = "right"
-        longest = min(max_length, tokenizer.model_max_length, getattr(config, "max_position_embeddings", max_length))
-        return cls(longest, tokenizer, config, per_word, source)
+        # Where the tokenizer does not know what the model can take: the RoBERTa family numbers positions from 2.
+        positions = getattr(config, "max_position_embeddings", 2**20) - 2
+        longest = tokenizer.model_max_length if tokenizer.model_max_length < 2**20 else positions
+        return cls(min(max_length, longest), tokenizer, config, per_word, source)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and configuration, so that `load` needs no hub."""

@@ -68,6 +68,7 @@ def confusion_matrix_png(path: Path, target: Tensor, predicted: Tensor, labels: 
     """Draw how often each class (a row) is taken for each (a column), as shares of the row. Ignored targets are out."""
     package("matplotlib", "drawing")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     counted = target != IGNORED
@@ -77,13 +78,15 @@ def confusion_matrix_png(path: Path, target: Tensor, predicted: Tensor, labels: 
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
 
     named = classes <= 40
-    side = 3 + 0.25 * classes if named else 9
-    figure = Figure(figsize=(side, side), layout="constrained")
+    side = 5 + 0.2 * classes if named else 9
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="share of the class", shrink=0.8)
-    axes.set(xlabel="predicted", ylabel="true", title=f"{int(counted.sum())} examples, {classes} classes")
+    small_ones_too = PowerNorm(0.5, vmin=0, vmax=1)
+    image = axes.imshow(shares.numpy(), cmap="Blues", norm=small_ones_too, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046, pad=0.03)
+    figure.suptitle(f"{int(counted.sum())} examples, {classes} classes")
+    axes.set(xlabel="predicted", ylabel="true")
     if named:
         names = [label if len(label) <= 20 else f"{label[:19]}…" for label in labels]
         axes.set_xticks(range(classes), names, rotation=90, parse_math=False)
@@ -92,7 +95,7 @@ def confusion_matrix_png(path: Path, target: Tensor, predicted: Tensor, labels: 
         for true, row in enumerate(shares.tolist()):
             for taken, share in enumerate(row):
                 axes.text(
-                    taken, true, f"{share:.2f}", ha="center", va="center", color="white" if share > 0.5 else "0.2"
+                    taken, true, f"{share:.2f}", ha="center", va="center", color="white" if share > 0.3 else "0.2"
                 )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a label in a script the font lacks
