@@ -1,6 +1,7 @@
 """softsieve: a softmax without the classes that cannot matter.
 
-Training: AS-Softmax losses, in which a class that the target already beats by a margin has exactly zero gradient.
+Training: AS-Softmax losses, in which a class that the target already beats by a margin has exactly zero gradient, and
+what to do with the time that saves: `ASSpeed` and `SolvedSampler`.
 """
 
 from softsieve.losses import (
@@ -12,12 +13,15 @@ from softsieve.losses import (
     as_keep_mask,
     as_multilabel_loss,
 )
+from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
     "ASCrossEntropyLoss",
     "ASMultiLabelLoss",
+    "ASSpeed",
     "ASStats",
     "DeltaSchedule",
+    "SolvedSampler",
     "as_cross_entropy",
     "as_keep_mask",
     "as_multilabel_loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,10 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    environment = dict(os.environ)
     yield
+    for name in os.environ.keys() - environment.keys():  # the command sets those of Hugging Face
+        del os.environ[name]
     torch.set_num_threads(threads)
     state.AcceleratorState._reset_state(reset_partial_state=True)
     state.GradientState._reset_state()

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,15 +422,20 @@ def test_a_loss_that_is_no_number(reviews: Path) -> None:
     assert not Path("softsieve-run/model").exists()
 
 
-def test_a_checkpoint_of_another_model(reviews: Path, bert: Path) -> None:
-    options = [*QUICK, "--save_steps", "5", "--validation_share", "0"]
-    trained("--data", reviews, *options)
-    print(refused("--data", reviews, *options, "--resume_from_checkpoint", "softsieve-run/checkpoint-5", "--model_name_or_path", bert, "--learning_rate", 3e-3, "--per_device_eval_batch_size", 512, "--output_dir", "other")); 1/0
-    three = write("three.csv", reviews.read_text().replace("number 9,neg", "number 9,odd"))
-    message = refused("--data", three, *options, "--resume_from_checkpoint", "softsieve-run/checkpoint-5",
-                      "--output_dir", "other")  # fmt: skip
-    assert "checkpoint-5/model.safetensors: not a checkpoint of this model: head.bias is (2,), expected (3,)" in message
-    assert not Path("other/model").exists()
+def test_a_checkpoint_of_another_run(reviews: Path, bert: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    wide = shutil.copytree(bert, "wide")
+    config = transformers.BertConfig.from_pretrained(str(bert), hidden_size=32)
+    transformers.BertModel(config).save_pretrained(wide)
+    options = [*QUICK, "--save_steps", "5", "--output_dir"]
+    trained("--data", reviews, "--model_name_or_path", bert, *options, "made")
+    resume = ["other", "--resume_from_checkpoint", "made/checkpoint-5"]
+    message = refused("--data", reviews, "--model_name_or_path", wide, *options, *resume)
+    assert "checkpoint-5/model.safetensors: not a checkpoint of this model: body.encoder" in message
+    three = write("three.csv", reviews.read_text().replace("film number 9,neg", "film number 9,odd"))
+    message = refused("--data", three, "--model_name_or_path", bert, *options, *resume, "--validation_share", "0.1")
+    assert "checkpoint-5: made with" in message
+    assert not Path("other").exists()
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,11 +20,14 @@ from softsieve.tasks.models import (
     mel_filters,
 )
 
-BODIES = {
+BODIES: dict[str, tuple[Callable[[], Body], Callable[[], dict[str, Tensor]]]] = {
     "text": (TextBody, lambda: {"ids": torch.randint(1, 2**15, (6, 9), dtype=torch.int32)}),
     "tokens": (TokensBody, lambda: {"ids": torch.randint(1, 2**15, (6, 9, 4), dtype=torch.int32)}),
     "image8": (lambda: ImageBody(8, True), lambda: {"pixels": torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8)}),
-    "image32": (lambda: ImageBody(32, False), lambda: {"pixels": torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)}),
+    "image32": (
+        lambda: ImageBody(32, False),
+        lambda: {"pixels": torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)},
+    ),
     "image64": (lambda: ImageBody(64, True), lambda: {"pixels": torch.randint(256, (6, 3, 64, 64), dtype=torch.uint8)}),
     "audio": (AudioBody, lambda: {"samples": torch.randint(-9999, 9999, (6, 2000), dtype=torch.int16)}),
 }
@@ -30,7 +35,7 @@ BODIES = {
 
 def make(name: str) -> tuple[Body, dict[str, Tensor]]:
     body, inputs = BODIES[name]
-    return body(), inputs()  # type: ignore[operator]
+    return body(), inputs()
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -41,7 +46,7 @@ def test_every_parameter_learns(name: str) -> None:
     target = torch.randint(5, (6, 9) if name == "tokens" else (6,))
     logits = model(**inputs)
     assert logits.shape == (*target.shape, 5)
-    objective(logits, target).loss.backward()
+    objective(logits, target).loss.backward()  # type: ignore[no-untyped-call]
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
         assert parameter.grad.isfinite().all(), key

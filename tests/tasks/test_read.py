@@ -15,7 +15,7 @@ import pytest
 
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Data, Examples, label_names
-from softsieve.tasks.read import hold_out, read_data
+from softsieve.tasks.read import hold_out, line_inputs, read_data, read_inputs
 
 ROWS = [("good film", "pos"), ("bad film", "neg"), ("fine, really", "pos"), ('"odd" one', "neg"), ("so so", "pos")]
 
@@ -492,3 +492,49 @@ def test_refused_folders(tmp_path: Path) -> None:
     write(tmp_path / "saved/state.json", "{}")
     with pytest.raises(InputError, match="saved: damaged Hugging Face data set"):
         read(tmp_path / "saved")
+
+
+# Inputs to predict
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "inputs", "labels"),
+    [
+        ("a.csv", "text,label\ngood,pos\nbad,neg\n", "text", ["good", "bad"], ["pos", "neg"]),
+        ("a.csv", "text,label\ngood,pos\nbad,\n", "text", ["good", "bad"], []),
+        ("a.csv", "review,id\ngood,1\nbad,2\n", "text", ["good", "bad"], []),
+        ("a.txt", "good\n\nbad one\n", "text", ["good", "bad one"], []),
+        ("a.csv", "text,labels\ngood,a|b\nbad,\n", "multilabel", ["good", "bad"], [["a", "b"], []]),
+        ("a.csv", "text,labels\ngood,\nbad,\n", "multilabel", ["good", "bad"], []),
+        ("a.jsonl", '{"text": "x", "labels": []}\n{"text": "y"}\n', "multilabel", ["x", "y"], []),
+        ("a.txt", "EU B\n\nat O\n", "tokens", [["EU"], ["at"]], [["B"], ["O"]]),
+        ("a.conll", "EU\nat\n\nx\n", "tokens", [["EU", "at"], ["x"]], []),
+        ("a.jsonl", '{"tokens": ["a", "b"]}\n', "tokens", [["a", "b"]], []),
+    ],
+)
+def test_inputs(tmp_path: Path, name: str, content: str, kind: str, inputs: list[Any], labels: list[Any]) -> None:
+    found = read_inputs(write(tmp_path / name, content), kind)
+    assert (found.inputs, found.labels) == (inputs, labels)
+    assert len(found.where) == len(inputs)
+
+
+def test_inputs_of_folders(tmp_path: Path) -> None:
+    write(tmp_path / "a.png", png(1))
+    write(tmp_path / "notes.txt", "not an image")
+    found = read_inputs(tmp_path, "image")
+    assert (found.inputs, found.labels) == ([tmp_path / "a.png"], [])
+    for part in ("train", "test"):
+        write(tmp_path / "split" / f"{part}.csv", f"text,label\nof {part},x\n")
+    assert read_inputs(tmp_path / "split", "text").inputs == ["of test"]
+    with pytest.raises(InputError, match="expected a folder per class or a file"):
+        read_inputs(write(tmp_path / "none" / "a.bin", "").parent, "image")
+
+
+def test_lines_as_inputs(tmp_path: Path) -> None:
+    lines = [("here:1", "one two"), ("here:2", "three")]
+    assert line_inputs(lines, "text") == Examples(["one two", "three"], [], ["here:1", "here:2"])
+    assert line_inputs(lines, "tokens").inputs == [["one", "two"], ["three"]]
+    path = write(tmp_path / "a.png", png(1))
+    assert line_inputs([("here:1", "a.png")], "image", tmp_path).inputs == [path]
+    with pytest.raises(InputError, match="here:1: no such file"):
+        line_inputs(lines[:1], "image", tmp_path)

@@ -70,6 +70,15 @@ def test_failure_leaves_everything_as_it_was(tmp_path: Path, error: BaseExceptio
         assert (folder / "state").read_text() == "whole"
 
 
+def test_failure_at_the_very_end_brings_the_old_folder_back(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, content(a="1"))
+    with pytest.raises(InputError, match="model: cannot be written: "):
+        write_folder(folder, lambda part: part.rmdir())  # nothing there to put in place of the old one
+    assert (folder / "a").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "model"  # its parents are made
     write_folder(folder, content(a="1", b="1"))

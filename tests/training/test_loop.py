@@ -144,23 +144,28 @@ def test_speed_reaches_its_most_and_takes_fewer_steps() -> None:
         assert line["learning_rate"] == pytest.approx(made.settings.learning_rate_at(line["samples"] / (6 * 160)))
 
 
-def test_speed_follows_the_rule() -> None:
-    """Steps of the log are those that AS-Speed gives for the rows of the latest micro-batch."""
-    made, speed = trainer(points(160), epochs=3, speed_steps=5), Settings(speed_steps=5).speed()
-    result = made.fit()
-    before, epoch, expected, found = 0, 160, [], []
-    window = 1
-    for line in result.log:
-        size = line["samples"] - before
-        found.append(size)
-        expected.append(min(8 * window, epoch - before % epoch))
-        if size == 8:  # then all of the step is the latest micro-batch, and the log says how much of it was solved
-            window = speed.update(round(8 * line["solved"]), 8)
-        else:
-            break
-        before = line["samples"]
-    assert found == expected
-    assert found[-1] == 16
+def test_speed_hears_of_the_latest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(points(160, noise=0.2), epochs=4, speed_steps=4)
+    take, update = made._take_step, made.speed.update
+    windows, latest, heard, answers = [], [], [], [1]
+
+    def watched_step(index: Tensor, micro_batches: int) -> None:
+        take(index, micro_batches)
+        windows.append(micro_batches)
+        latest.append((int(made.row_solved[index[-8:]].sum()), len(index[-8:])))
+
+    def watched_update(solved: int, total: int) -> int:
+        heard.append((solved, total))
+        answers.append(update(solved, total))
+        return answers[-1]
+
+    monkeypatch.setattr(made, "_take_step", watched_step)
+    monkeypatch.setattr(made.speed, "update", watched_update)
+    made.fit()
+    assert heard == latest[: len(heard)]
+    assert windows[: len(answers)] == answers
+    assert windows[len(answers) :] == [4] * (len(windows) - len(answers))  # the most: nobody needs to ask
+    assert set(windows) == {1, 2, 3, 4}
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------

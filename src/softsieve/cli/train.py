@@ -68,6 +68,8 @@ def _train(options: Options, console: Console) -> None:
     from softsieve.training.run import MODEL, decide, encode
     from softsieve.training.run import train as train_task
 
+    if not torch.accelerator.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # or the processes of a torchrun would not know of each other
     resume = _checkpoint(options)
     data = _read(options)
     defaults = _defaults(data, options.model_name_or_path)

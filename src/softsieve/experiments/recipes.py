@@ -19,13 +19,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "as-speed": {"loss": "as-softmax", "speed_steps": 2},
     "as-skip": {"loss": "as-softmax", "skip": "solved"},
     "as-skip-speed": {"loss": "as-softmax", "skip": "solved", "speed_steps": 2},
+    "as-skip-speed-stopping": {"loss": "as-softmax", "skip": "solved", "speed_steps": 2, "patience": 1},
 }
 BASELINE = "softmax"
 
 # Data set -> settings with a pretrained encoder, and with the built-in model.
 PRETRAINED: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4},
-    "sst5": {"epochs": 7, "batch_size": 32, "learning_rate": 6e-5, "delta": 0.3},
+    "sst5": {"epochs": 7, "batch_size": 16, "learning_rate": 6e-5, "delta": 0.3},
     "conll2003": {"epochs": 4, "batch_size": 32, "learning_rate": 2e-4, "metric": "entity_f1"},
     "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "metric": "micro_f1"},
     "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "metric": "micro_f1"},

@@ -1,0 +1,190 @@
+"""`softsieve predict`: what comes in, what comes out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from softsieve.cli import app
+
+
+def predict(model: Path, *arguments: object, given: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(app, ["predict", str(model), *map(str, arguments)], input=given)
+
+
+def answered(model: Path, *arguments: object, given: str | bytes | None = None) -> Any:
+    result = predict(model, *arguments, given=given)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(model: Path, *arguments: object, given: str | bytes | None = None) -> str:
+    result = predict(model, *arguments, given=given)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("softsieve: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    return str(result.stderr)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tells good from bad."""
+    folder = tmp_path_factory.mktemp("model")
+    rows = [f"a {('good', 'bad')[i % 2]} film,{('pos', 'neg')[i % 2]}\n" for i in range(40)]
+    (folder / "train.csv").write_text("".join(["text,label\n", *rows]))
+    command = ["train", "--data", str(folder / "train.csv"), "--output_dir", str(folder / "run"), "--quiet"]
+    result = CliRunner().invoke(app, [*command, "--num_train_epochs", "10"])
+    assert result.exit_code == 0, result.output
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tagger")
+    (folder / "train.conll").write_text("in O\nRome B-LOC\n\nat O\nOslo B-LOC\n\n" * 20)
+    command = ["train", "--data", str(folder / "train.conll"), "--output_dir", str(folder / "run"), "--quiet"]
+    result = CliRunner().invoke(app, [*command, "--num_train_epochs", "10"])
+    assert result.exit_code == 0, result.output
+    return folder / "run"
+
+
+def test_texts(model: Path) -> None:
+    result = answered(model, "--text", "good, good film", "--text", "bad")
+    rows = list(csv.DictReader(result.stdout.splitlines()))
+    assert [row["text"] for row in rows] == ["good, good film", "bad"]
+    assert [row["prediction"] for row in rows] == ["pos", "neg"]
+    assert all(0.5 < float(row["probability"]) <= 1 for row in rows)
+    assert result.stderr == ""
+
+
+def test_the_folder_of_the_model_itself_and_lines_of_standard_input(model: Path) -> None:
+    result = answered(model / "model", "--data", "-", given="good\r\n\nbad\n")
+    assert [row.split(",")[:2] for row in result.stdout.splitlines()[1:]] == [["good", "pos"], ["bad", "neg"]]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "deep/out.tsv", "out.jsonl"])
+def test_files(model: Path, name: str) -> None:
+    data = write("in.csv", 'text,label\n"good\tfilm, ""new""",pos\nbad,pos\n')
+    result = answered(model, "--data", data, "--out", name)
+    text = Path(name).read_text()
+    if name.endswith("jsonl"):
+        rows = list(map(json.loads, text.splitlines()))
+        assert rows[0]["text"] == 'good\tfilm, "new"'
+    elif name.endswith("csv"):
+        rows = list(csv.DictReader(text.splitlines()))
+        assert rows[0]["text"] == 'good\tfilm, "new"'
+    else:
+        rows = [dict(zip(text.split("\n")[0].split("\t"), line.split("\t"), strict=True)) for line in
+                text.splitlines()[1:]]  # fmt: skip
+        assert rows[0]["text"] == 'good film, "new"'
+    assert [(row["label"], row["prediction"]) for row in rows] == [("pos", "pos"), ("pos", "neg")]
+    assert "accuracy" in result.stdout
+    assert "50.00" in result.stdout
+    assert name in result.stdout
+    assert not [path for path in Path(name).parent.iterdir() if path.name.startswith(".")]
+
+
+def test_metrics_beside_a_table_on_the_screen(model: Path) -> None:
+    result = answered(model, "--data", write("in.csv", "text,label\ngood,pos\nbad,neg\n"))
+    assert len(result.stdout.splitlines()) == 3
+    assert "100.00" in result.stderr
+
+
+@pytest.mark.parametrize("content", ["text\ngood\n", "text,label\ngood,\n", "sentence,id\ngood,1\n"])
+def test_no_labels(model: Path, content: str) -> None:
+    result = answered(model, "--data", write("in.csv", content))
+    assert result.stdout.splitlines()[1].startswith("good,pos,")
+    assert result.stderr == ""
+
+
+def test_labels_that_the_model_does_not_know(model: Path) -> None:
+    result = answered(model, "--data", write("in.csv", "text,label\ngood,pos\nfair,[odd]\n"))
+    assert len(result.stdout.splitlines()) == 3
+    assert result.stderr == "no metrics: in.csv:3: the model does not know the label '[odd]'\n"
+
+
+def test_named_columns(model: Path) -> None:
+    data = write("in.csv", "title,body,text_id,mark\nx,good,1,pos\ny,bad,2,pos\n")
+    result = answered(model, "--data", data, "--text_column", "body", "--label-column", "mark")
+    assert [row.split(",")[:3] for row in result.stdout.splitlines()[1:]] == [
+        ["good", "pos", "pos"],
+        ["bad", "pos", "neg"],
+    ]
+
+
+def test_words(tagger: Path) -> None:
+    result = answered(tagger, "--text", "in Oslo", "--text", "at Rome at")
+    assert result.stdout == "words,prediction\nin Oslo,O B-LOC\nat Rome at,O B-LOC O\n"
+    result = answered(tagger, "--data", write("in.txt", "in\nRome\n\nat\n"), "--out", "out.jsonl")
+    rows = list(map(json.loads, Path("out.jsonl").read_text().splitlines()))
+    assert rows == [
+        {"words": ["in", "Rome"], "prediction": ["O", "B-LOC"]},
+        {"words": ["at"], "prediction": ["O"]},
+    ]
+
+
+def test_a_folder_of_images_without_labels() -> None:
+    library = pytest.importorskip("PIL.Image")
+    for i in range(40):
+        pixels = np.zeros((8, 8, 3), np.uint8)
+        pixels[:, :, i % 2] = 200 + i
+        for path in (Path("train", ("red", "green")[i % 2], f"{i}.png"), Path("new", f"{i:02}.png")):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            library.fromarray(pixels).save(path)
+    result = CliRunner().invoke(app, ["train", "--data", "train", "--quiet", "--num_train_epochs", "10"])
+    assert result.exit_code == 0, result.output
+    found = answered(Path("softsieve-run"), "--data", "new", "--workers", "2").stdout.splitlines()
+    assert [row.split(",")[:2] for row in found[1:3]] == [["new/00.png", "red"], ["new/01.png", "green"]]
+    found = answered(Path("softsieve-run"), "--data", "-", given="new/01.png\n").stdout.splitlines()
+    assert found[1].startswith("new/01.png,green,")
+    assert "with a model of image, found --text" in refused(Path("softsieve-run"), "--text", "red")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected --data or --text, found neither"),
+        (["--data", "in.csv", "--text", "x"], "expected --data or --text, found both"),
+        (["--data", "missing.csv"], "missing.csv: no such file or folder"),
+        (["--data", "empty.csv"], "empty.csv: no rows"),
+        (["--data", "in.csv", "--text_column", "body"], "in.csv: no column 'body'"),
+        (["--data", "in.csv", "--label_column", "mark"], "in.csv: no column 'mark'"),
+        (["--text", " "], "text 1: empty text"),
+        (["--text", "x", "--text_column", "text"], "text_column: expected with a file of --data"),
+        (["--text", "x", "--out", "out.xls"], "out.xls: expected a file .csv, .tsv, .jsonl"),
+        (["--text", "x", "--out", "in.csv/out.csv"], "in.csv"),
+        (["--data", "-"], "standard input: no lines"),
+    ],
+)
+def test_refused(model: Path, arguments: list[str], message: str) -> None:
+    write("in.csv", "text,label\ngood,pos\n")
+    write("empty.csv", "")
+    assert message in refused(model, *arguments)
+
+
+def test_bytes_that_are_no_text(model: Path) -> None:
+    assert "standard input: not UTF-8" in refused(model, "--data", "-", given=b"\xff\n")
+
+
+def test_models_that_are_none(tmp_path: Path, model: Path) -> None:
+    assert "expected a folder with a trained model" in refused(tmp_path / "none", "--text", "x")
+    assert "task.json: no such file" in refused(tmp_path, "--text", "x")
+    for name in ("task.json", "model.safetensors"):
+        broken = tmp_path / name / "model"
+        broken.mkdir(parents=True)
+        for file in (model / "model").iterdir():
+            content = file.read_bytes()
+            (broken / file.name).write_bytes(content[: len(content) // 2] if file.name == name else content)
+        assert f"{name}/model/{name}: " in refused(broken.parent, "--text", "x")

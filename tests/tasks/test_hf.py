@@ -1,0 +1,228 @@
+"""Hugging Face encoders, with a tiny one made here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from softsieve.errors import InputError
+from softsieve.losses.objectives import make_objective
+from softsieve.tasks.examples import Data, Examples
+from softsieve.tasks.hf import FOLDER, PretrainedEncoder
+from softsieve.tasks.task import Task, TokenRows
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "run", "##s", "##ning", "paris", "in"]
+PAD, CLS, SEP = 0, 2, 3
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `save_pretrained` leaves it, with weights in half precision."""
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+    from tokenizers.models import WordPiece
+
+    folder = tmp_path_factory.mktemp("tiny")
+    raw = Tokenizer(WordPiece({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    raw.normalizer = normalizers.Lowercase()
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(str(folder))
+    config = transformers.BertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+    )
+    torch.manual_seed(0)
+    transformers.BertModel(config).half().save_pretrained(str(folder))
+    return folder
+
+
+def text_data() -> Data:
+    train = Examples(["the cat runs", "the dog", "cat"], ["a", "b", "a"], ["1", "2", "3"])
+    return Data("d", "text", train, None, None)
+
+
+def token_data() -> Data:
+    words = [["the", "cat", "runs", "in", "Paris"], ["dogs"], ["cat", " ", "dog"]]
+    labels = [["O", "B-X", "O", "O", "B-L"], ["B-X"], ["B-X", "O", "B-X"]]
+    return Data("d", "tokens", Examples(words, labels, ["1", "2", "3"]), None, None)
+
+
+def test_texts_become_what_the_tokenizer_says(pretrained: Path) -> None:
+    task = Task.build(text_data(), model=str(pretrained))
+    rows = task.rows(text_data().train)
+    assert rows.inputs["input_ids"].tolist() == [
+        [CLS, 4, 5, 7, 8, SEP],
+        [CLS, 4, 6, SEP, PAD, PAD],
+        [CLS, 5, SEP, PAD, PAD, PAD],
+    ]
+    assert sorted(rows.inputs) == ["attention_mask", "input_ids", "token_type_ids"]
+    assert rows.lengths is not None
+    assert rows.lengths.tolist() == [6, 4, 3]
+    assert rows.inputs["attention_mask"].sum(1).tolist() == [6, 4, 3]
+    assert rows.batch(torch.tensor([1, 2])).inputs["token_type_ids"].shape == (2, 4)
+
+
+def test_max_length_is_kept_to_what_the_model_can_take(pretrained: Path) -> None:
+    long = Examples(["the cat " * 40], [], ["1"])
+    for max_length, expected in ((10, 10), (999, 22)):
+        encoder = PretrainedEncoder.named(str(pretrained), max_length=max_length, per_word=False)
+        assert encoder.max_length == expected
+        assert encoder.encode(long).inputs["input_ids"].shape == (1, expected)
+
+
+def test_a_tokenizer_that_marks_spaces_sees_words_as_inside_a_text(tmp_path: Path) -> None:
+    """The RoBERTa family: "cat" after a space is another token than "cat" alone; positions are numbered from 2."""
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"actĠ", "ca", "cat", "Ġcat"]
+    merges = [("c", "a"), ("ca", "t"), ("Ġ", "cat")]
+    transformers.RobertaTokenizerFast(
+        vocab={word: i for i, word in enumerate(vocabulary)}, merges=merges
+    ).save_pretrained(str(tmp_path))
+    config = transformers.RobertaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=20,
+    )
+    transformers.RobertaModel(config).save_pretrained(str(tmp_path))
+    words = Examples([["cat"] * 30, ["cat", "a"]], [["O"] * 30, ["O", "B-X"]], ["1", "2"])
+    task = Task.build(Data("d", "tokens", words, None, None), model=str(tmp_path))
+    rows = task.rows(words)
+    assert rows.inputs["input_ids"][1, :5].tolist() == [0, vocabulary.index("Ġcat"), vocabulary.index("Ġ"), 5, 2]
+    logits = task.model(make_objective("softmax"))(**rows.inputs)
+    assert logits.shape == (2, 18, 2)
+
+
+def test_the_model_means_over_the_text_and_not_over_padding(pretrained: Path) -> None:
+    task = Task.build(text_data(), model=str(pretrained))
+    model = task.model(make_objective("softmax")).eval()
+    rows = task.rows(text_data().train)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    inputs = rows.batch(torch.tensor([2]), cut=False).inputs
+    logits = model(**inputs)
+    torch.testing.assert_close(logits, model(**rows.batch(torch.tensor([2])).inputs))
+    hidden = transformers.AutoModel.from_pretrained(pretrained, dtype=torch.float32).eval()(**inputs).last_hidden_state
+    body = model.get_submodule("body")
+    torch.testing.assert_close(body(**inputs), hidden[:, :3].mean(1))  # [CLS] cat [SEP]
+
+
+def test_every_parameter_learns(pretrained: Path) -> None:
+    """Distributed training stops at a parameter that no loss reaches, a pooler for instance."""
+    for data in (text_data(), token_data()):
+        task = Task.build(data, model=str(pretrained))
+        objective = make_objective("softmax")
+        model = task.model(objective)
+        batch = task.rows(data.train).batch(torch.arange(3))
+        objective(model(**batch.inputs), batch.target).loss.backward()  # type: ignore[no-untyped-call]
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is not None, key
+
+
+def test_the_label_is_on_the_first_token_of_a_word(pretrained: Path) -> None:
+    task = Task.build(token_data(), model=str(pretrained))
+    rows = task.rows(token_data().train)
+    assert isinstance(rows, TokenRows)
+    # labels: B-L 0, B-X 1, O 2; "runs" and "dogs" are two tokens; the tokenizer makes nothing of the second "word"
+    no = -100
+    assert rows.target.tolist() == [
+        [no, 2, 1, 2, no, 2, 0, no],
+        [no, 1, no, no, no, no, no, no],
+        [no, 1, 1, no, no, no, no, no],
+    ]
+    decided = rows.target.clamp_min(0)
+    assert task.predictions(decided, rows) == token_data().train.labels
+    assert task.metrics(*task.by_word(decided, rows)) == {"accuracy": 1.0, "entity_f1": 1.0}
+
+
+def test_words_that_are_cut_off_count_as_nothing_found(pretrained: Path) -> None:
+    task = Task.build(token_data(), model=str(pretrained), max_length=5)  # [CLS] the cat run [SEP]
+    rows = task.rows(token_data().train)
+    decided = rows.target.clamp_min(0)
+    assert task.predictions(decided, rows)[0] == ["O", "B-X", "O", "O", "O"]
+    found = task.metrics(*task.by_word(decided, rows))
+    assert found == pytest.approx({"accuracy": 8 / 9, "entity_f1": 2 * 4 / (4 + 5)})
+
+
+def test_a_saved_task_needs_nothing_but_its_folder(pretrained: Path, tmp_path: Path) -> None:
+    for data, loss in ((text_data(), "am-softmax"), (token_data(), "softmax")):
+        task = Task.build(data, model=str(pretrained), max_length=10)
+        objective = make_objective(loss)
+        model = task.model(objective).eval()
+        folder = tmp_path / data.kind
+        task.save(folder, objective)
+        assert not list(folder.rglob("*.safetensors"))
+        again = Task.load(folder)
+        empty = again.empty_model().eval()
+        assert not torch.equal(next(empty.parameters()), next(model.parameters()))
+        empty.load_state_dict(model.state_dict())
+        rows, rows_again = task.rows(data.train), again.rows(data.train)
+        assert rows.fingerprint() == rows_again.fingerprint()
+        batch = rows.batch(torch.arange(3))
+        torch.testing.assert_close(empty(**batch.inputs), model(**batch.inputs))
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(pretrained: Path, tmp_path: Path) -> None:
+    for name in ("no-such/model", str(tmp_path)):
+        with pytest.raises(InputError, match=f"^model {name}: cannot be loaded [^\n]*$"):
+            Task.build(text_data(), model=name)
+
+
+def test_a_model_that_is_no_encoder_is_refused(tmp_path: Path) -> None:
+    transformers.T5Config(vocab_size=9, d_model=8, num_layers=1).save_pretrained(str(tmp_path))
+    with pytest.raises(InputError, match="expected an encoder of text, found a model of type t5"):
+        Task.build(text_data(), model=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_images_and_sounds_have_built_in_models_only(kind: str) -> None:
+    with pytest.raises(InputError, match=f"model bert-base-cased: for {kind} there is only the built-in model"):
+        Task.build(text_data()._replace(kind=kind), model="bert-base-cased")
+
+
+def test_damaged_files_of_a_saved_model_are_named(pretrained: Path, tmp_path: Path) -> None:
+    task = Task.build(text_data(), model=str(pretrained))
+    task.save(tmp_path, make_objective("softmax"))
+    path = tmp_path / FOLDER / "config.json"
+    content = json.loads(path.read_text())
+    for field, value in (("hidden_size", 2**40), ("num_hidden_layers", -1), ("vocab_size", 1e9)):
+        path.write_text(json.dumps({**content, field: value}))
+        with pytest.raises(InputError, match=f"{FOLDER}: ({field}: expected|cannot be loaded)[^\n]*$"):
+            Task.load(tmp_path)
+    path.write_text("{")
+    with pytest.raises(InputError, match=f"{FOLDER}: cannot be loaded [^\n]*$"):
+        Task.load(tmp_path)
+    path.write_text(json.dumps(content))
+    (tmp_path / FOLDER / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=f"{FOLDER}: cannot be loaded [^\n]*$"):
+        Task.load(tmp_path)
+
+
+def test_code_that_comes_with_a_model_is_not_run(pretrained: Path, tmp_path: Path) -> None:
+    for file in pretrained.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((pretrained / "config.json").read_text())
+    config |= {"model_type": "unheard-of", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        Task.build(text_data(), model=str(tmp_path))
