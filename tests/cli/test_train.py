@@ -269,6 +269,8 @@ def test_training_alone_and_judging_alone(reviews: Path) -> None:
     assert "test" in said
     assert {path: path.read_bytes() for path in Path("softsieve-run/model").iterdir()} == before
     assert "expected test data, found none; give --test_data" in refused("--data", reviews, "--do_predict")
+    colours = images(Path("colours"))
+    assert "colours: expected text as the model" in refused("--data", colours, "--task", "image", "--do_eval")
 
 
 def test_quiet(reviews: Path) -> None:

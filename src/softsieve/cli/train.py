@@ -121,6 +121,8 @@ def _judge(options: Options, console: Console) -> None:
     task, model = load_model(options.output_dir)
     task.workers = options.dataloader_num_workers
     data = _read(options, kind=task.kind)
+    if data.kind != task.kind:
+        raise InputError(f"{data.name}: expected {task.kind} as the model in {options.output_dir}, found {data.kind}")
     _say_data(console, data, len(task.labels))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, dict[str, float]] = {}
@@ -132,8 +134,7 @@ def _judge(options: Options, console: Console) -> None:
         decided = decide(task, model.to(device), part, batch_size=size)
         found[name] = task.metrics(*task.by_word(decided, part))
     console.print(metrics_table(found))
-    if is_main_process():
-        _draw(console, options.output_dir, task, part, decided)
+    _draw(console, options.output_dir, task, part, decided)
 
 
 def _check_metric(task: Task, rows: Rows, metric: str) -> None:
