@@ -185,7 +185,7 @@ def test_resume_takes_a_folder_or_nothing(line: str, value: str | None) -> None:
         ("--loss hinge", "loss: expected one of 'softmax', 't-softmax'"),
         ("--learning_rate -1", "learning_rate"),
         ("--delta 2", "min_as_delta: expected a number in [0, 1], found 2"),
-        ("--metric_for_best_model f1", "metric_for_best_model: expected one of loss, accuracy, macro_f1, micro_f1"),
+        ("--metric_for_best_model f1", "metric: expected one of loss, accuracy, macro_f1, micro_f1"),
     ],
 )
 def test_options_refused(reviews: Path, line: str, message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 
@@ -116,7 +116,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (points(45, noise=0.1), {"eval_steps": 4, "loss": "softmax"}),
     "skipping": (points(181, noise=0.05), {"skip": "solved", "epochs": 6, "eval_batch_size": 15}),
     "windows": (points(99, noise=0.1), {"speed_steps": 3, "speed_lambda": 2.0, "merge": False}),
-    "tokens": (tokens(85), {"skip": "solved", "epochs": 5, "speed_steps": 2, "merge": False}),
+    "tokens": (tokens(85), {"skip": "solved", "epochs": 5, "speed_steps": 2, "merge": False, "eval_batch_size": 3}),
     "flags": (flags(45), {"delta_ratio": 0.5}),
     "infobatch": (points(45, noise=0.2), {"loss": "softmax", "skip": "infobatch", "epochs": 4}),
 }
@@ -157,14 +157,23 @@ def resumed(folder: Path) -> Found:
 
 
 def run_sharded(rank: int, folder: Path) -> Found:
-    # As `accelerate launch --use_fsdp` says it. Accelerate shards on accelerators alone, though FSDP itself does not
-    # mind: we have it take the CPU for one.
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}
+    shard("NO_WRAP")
+    found = {name: outcome(make(name, processes=WORLD)) for name in SHARDED}
+    found |= resumed(folder)
+    shard("SIZE_BASED_WRAP")
+    return {**found, "layers": outcome(make("plain", processes=WORLD))}
+
+
+def shard(policy: str) -> None:
+    """As `accelerate launch --use_fsdp` says it: the whole model, or layer by layer.
+
+    Accelerate shards on accelerators alone, though FSDP itself does not mind: we have it take the CPU for one.
+    """
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": policy}
     os.environ |= {"FSDP_MIN_NUM_PARAMS": "50", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-    found = {name: outcome(make(name, processes=WORLD)) for name in SHARDED}
-    return {**found, **resumed(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -207,10 +216,10 @@ def test_two_processes_are_one_with_twice_the_batch(ddp: list[Found], name: str)
         assert first["result"]["trained"] < len(RUNS[name][0]) * RUNS[name][1]["epochs"]
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, "layers"])
 def test_sharded_model(fsdp: list[Found], name: str) -> None:
     """Whose weights come together on the main process."""
-    alone = outcome(make(name))
+    alone = outcome(make("plain" if name == "layers" else name))
     main, other = (found[name] for found in fsdp)
     assert main["sharded"]
     assert other["sharded"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,8 +67,6 @@ def _train(options: Options, console: Console) -> None:
     from softsieve.training.run import MODEL, decide, encode
     from softsieve.training.run import train as train_task
 
-    if not torch.accelerator.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # or the processes of a torchrun would not know of each other
     resume = _checkpoint(options)
     data = _read(options)
     defaults = _defaults(data, options.model_name_or_path)
@@ -91,12 +88,8 @@ def _train(options: Options, console: Console) -> None:
         workers=options.dataloader_num_workers,
     )
     splits = encode(task, data.train, data.validation, data.test)
-    if splits.validation is not None:
-        _check_metric(task, splits.validation, settings.metric)
     _say_data(console, data, len(task.labels))
     _say_settings(console, options, settings, splits.validation is not None)
-    if resume is None and is_main_process():
-        _clear(options.output_dir)
     show = options.show_progress and not options.quiet and console.is_terminal
     run = train_task(task, splits, settings, output=options.output_dir, resume=resume, show=show, console=console)
 
@@ -137,13 +130,6 @@ def _judge(options: Options, console: Console) -> None:
     _draw(console, options.output_dir, task, part, decided)
 
 
-def _check_metric(task: Task, rows: Rows, metric: str) -> None:
-    """Refuse an unknown metric before anything is overwritten."""
-    known = ["loss", *task.metrics(*task.by_word(rows.target.clamp_min(0), rows))]
-    if metric not in known:
-        raise InputError(f"metric_for_best_model: expected one of {', '.join(known)} for {task.kind}, found {metric!r}")
-
-
 # The folder
 
 
@@ -166,15 +152,6 @@ def _checkpoint(options: Options) -> Path | None:
     if not found:
         raise InputError(f"{output}: expected a checkpoint to resume from, found none")
     return found[-1]
-
-
-def _clear(output: Path) -> None:
-    """Take away what a new run would be mistaken for. The model stays until there is another."""
-    from softsieve.training.checkpoint import checkpoints
-
-    for folder in (*checkpoints(output), output / "tensorboard"):
-        shutil.rmtree(folder, ignore_errors=True)
-    (output / CONFUSION).unlink(missing_ok=True)
 
 
 # Data and defaults

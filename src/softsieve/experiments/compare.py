@@ -222,10 +222,10 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
     machine = made["gpu"] or made["machine"]["processor"]
     text.append(
         f"at commit {made['commit']} on {machine}, torch {made['versions']['torch']}.\n"
-        "Mean and standard deviation over seeds on the test rows, at the best validation epoch; p: paired t-test against\n"
-        f"{BASELINE} over the same seeds; seconds: median wall time of training and validation, in brackets how many runs\n"
-        f"shared the machine; speed: that of {BASELINE} over it; trained: rows that went forward and backward; looked at:\n"
-        "rows that went forward only, to see whether they are solved.\n"
+        "Mean and standard deviation over seeds on the test rows, at the best validation epoch; p: paired t-test\n"
+        f"against {BASELINE} over the same seeds; seconds: median wall time of training and validation, in brackets\n"
+        f"how many runs shared the machine; speed: that of {BASELINE} over it; trained: rows that went forward and\n"
+        "backward; looked at: rows that went forward only, to see whether they are solved.\n"
     )
     for task in dict.fromkeys(run["task"] for run in runs):
         here = [run for run in runs if run["task"] == task]

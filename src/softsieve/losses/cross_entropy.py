@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from softsieve.kernels import cross_entropy as kernel
 from softsieve import _checks
+from softsieve.kernels import cross_entropy as kernel
 
 
 class ASStats(NamedTuple):

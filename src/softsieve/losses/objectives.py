@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve import _checks
+from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
 from softsieve.losses.multilabel import as_multilabel_loss
 

@@ -119,7 +119,9 @@ class Trainer:
         self.output, self.show, self.console = output, show, console
         # A graph must not refer to copies of the weights that autocast made for an earlier call.
         copies = AutocastKwargs(cache_enabled=not settings.graphs)
-        self.accelerator = Accelerator(mixed_precision=settings.precision, kwargs_handlers=[copies])
+        # Said aloud, or processes on CPUs would not know of each other.
+        cpu = not torch.accelerator.is_available()
+        self.accelerator = Accelerator(mixed_precision=settings.precision, kwargs_handlers=[copies], cpu=cpu)
         self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.device = self.accelerator.device
         self.graphs = settings.graphs and self.device.type == "cuda" and self.ranks == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.task import Task
-from softsieve.training.checkpoint import check_same, load_tensors, save_tensors, write_folder
+from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
 from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
@@ -51,6 +52,9 @@ def train(
 ) -> Run:
     """Train a fresh model of ``task`` and judge it on the test rows; with ``output``, save it there.
 
+    A new run takes away the checkpoints and the log of an earlier one in ``output``, once nothing can be wrong with its
+    input any more; the earlier model stays until there is another.
+
     Raises:
         InputError: for what the trainer refuses, and when the model cannot be written.
     """
@@ -67,6 +71,9 @@ def train(
         show=show,
         console=console,
     )
+    if output is not None and resume is None and trainer.accelerator.is_main_process:
+        for old in (*checkpoints(output), output / "tensorboard"):
+            shutil.rmtree(old, ignore_errors=True)
     result = trainer.fit(resume)
     test: dict[str, float] = {}
     decided = None
