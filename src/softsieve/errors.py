@@ -1,4 +1,6 @@
-"""The one error of our own."""
+"""The one error of our own, and words of its messages."""
+
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
@@ -6,3 +8,15 @@ class InputError(ValueError):
 
     The command line prints it without a traceback and exits with 1.
     """
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in quotes, the first 20 of them."""
+    names = [repr(name) for name in names]
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "none"
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -40,9 +40,9 @@ def plain_loop(model: nn.Module, rows: Rows, settings: Settings) -> list[float]:
         order = SolvedSampler(len(rows), seed=settings.seed)
         order.epoch = epoch
         for index in torch.split(order._draw(), settings.batch_size):
-            seen += len(index)
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(seen / total)
+                group["lr"] = settings.learning_rate_at((seen + len(index) / 2) / total)  # in the middle of the batch
+            seen += len(index)
             loss = F.cross_entropy(model(rows.inputs["features"][index]), rows.target[index], reduction="none").sum()
             (loss / len(index)).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
@@ -101,7 +101,7 @@ def test_log() -> None:
     assert [line["step"] for line in train] == [2, 4, 6, 8, 10]
     assert [line["samples"] for line in train] == [16, 32, 48, 64, 80]
     assert [line["progress"] for line in train] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [line["learning_rate"] for line in train] == pytest.approx([0.004, 0.008, 0.008, 0.004, 0], abs=1e-9)
+    assert [line["learning_rate"] for line in train] == pytest.approx([0.003, 0.007, 0.009, 0.005, 0.001])
     assert all(0 <= line["solved"] <= 1 and line["delta"] == 0.1 for line in train)
     validation = [line for line in result.log if line["kind"] == "validation"]
     assert [line["step"] for line in validation] == [5, 10]
@@ -139,9 +139,10 @@ def test_speed_reaches_its_most_and_takes_fewer_steps() -> None:
     sizes = torch.tensor([0, *(line["samples"] for line in fast.log)]).diff()
     assert set(sizes.tolist()) >= {8, 16, 24}
     assert sizes[0] == 8
-    for line in fast.log:  # by samples, not by steps
+    for line, size in zip(fast.log, sizes.tolist(), strict=True):  # by samples, not by steps
         assert line["progress"] == pytest.approx(line["samples"] / (6 * 160))
-        assert line["learning_rate"] == pytest.approx(made.settings.learning_rate_at(line["samples"] / (6 * 160)))
+        middle = (line["samples"] - size / 2) / (6 * 160)
+        assert line["learning_rate"] == pytest.approx(made.settings.learning_rate_at(middle))
 
 
 def test_speed_hears_of_the_latest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +243,7 @@ def test_sampler_hears_of_every_row() -> None:
     for skip in ("no", "solved"):
         made = trainer(points(100), epochs=3, skip=skip)
         made.fit()
-        made._report()
+        made.report()
         assert isinstance(made.sampler, SolvedSampler)
         state = made.sampler.state_dict()
         assert (state["seen"][state["plan"]] > 0).all()
@@ -405,7 +406,7 @@ def test_tokens() -> None:
     made = trainer(rows, loss="softmax")
     made._batch_loss(torch.arange(60), (rows.target != -100).sum()).backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(made.model.head.weight.grad, model.head.weight.grad)
-    assert made._figures()[0] == mean
+    assert made.figures()[0] == mean
     assert trainer(rows, loss="softmax", batch_size=60).fit().log[0]["loss"] == mean
     result = trainer(tokens(150), validation=tokens(30, seed=1), epochs=8, skip="solved").fit()
     assert result.best["accuracy"] > 0.9

@@ -332,7 +332,7 @@ def make_settings(
         save_steps=0 if save_steps == NEVER else save_steps,
         save_total_limit=options.save_total_limit,
         metric=metric,
-        greater_is_better=metric != "loss" if options.greater_is_better is None else options.greater_is_better,
+        greater_is_better=options.greater_is_better,
         patience=options.early_stopping_patience,
         precision="bf16" if options.bf16 else "fp16" if options.fp16 and gpu else "no",
         graphs=options.graphs,

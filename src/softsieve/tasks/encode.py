@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import BUCKETS, SAMPLE_RATE, AudioBody, Body, ImageBody, TextBody, TokensBody
-from softsieve.tasks.read import package
+from softsieve.tasks.packages import package
 
 LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
@@ -250,7 +250,7 @@ def _decoded_image(value: Any, where: str, size: int) -> Image:
                 image = image.resize((size, size), library.Resampling.BILINEAR)
             return Image(np.asarray(image), height, width)
     except (OSError, ValueError, TypeError, SyntaxError, library.DecompressionBombError) as error:
-        raise InputError(f"{where}: unreadable image ({one_line(error)})") from None
+        raise InputError(f"{where}: unreadable image ({first_line(error)})") from None
 
 
 def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
@@ -264,7 +264,7 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
                 rate = file.samplerate
                 sound = file.read(-(-longest * rate // SAMPLE_RATE), dtype="float32", always_2d=True).mean(1)
         except (OSError, RuntimeError, ValueError, TypeError) as error:
-            raise InputError(f"{where}: unreadable sound ({one_line(error)})") from None
+            raise InputError(f"{where}: unreadable sound ({first_line(error)})") from None
     if rate < 1 or len(sound) == 0:
         raise InputError(f"{where}: expected a sound, found {len(sound)} samples at {rate} Hz")
     if not np.isfinite(sound).all():
@@ -277,9 +277,3 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
     loudest = max(float(np.abs(sound).max()), 1e-9)
     full: np.ndarray[Any, np.dtype[np.int16]] = np.rint(sound * (32767 / loudest)).astype(np.int16)
     return full
-
-
-def one_line(error: Exception) -> str:
-    """What an error of a library says first."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -1,10 +1,13 @@
-"""What every reader of data hands over: examples with their labels and places."""
+"""What readers of data are asked for, and hand over: examples with their labels and places."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 KINDS = ("text", "multilabel", "tokens", "image", "audio")
+MEDIA = {"image": (".png", ".jpg", ".jpeg", ".bmp", ".webp"), "audio": (".wav", ".flac", ".ogg", ".mp3")}
+PARTS = {"train": ("train",), "validation": ("validation", "valid", "dev", "val"), "test": ("test",)}  # and aliases
 
 
 class Examples(NamedTuple):
@@ -35,6 +38,34 @@ def label_names(data: Data) -> list[str]:
     """The sorted label set: `data.labels` where given, otherwise the labels of the training examples."""
     if data.labels is not None:
         return sorted(set(data.labels))
-    if data.kind in ("multilabel", "tokens"):
-        return sorted({label for labels in data.train.labels for label in labels})
-    return sorted(set(data.train.labels))
+    return sorted({label for labels in data.train.labels for label in as_list(labels)})
+
+
+def as_list(labels: Any) -> list[Any]:
+    """The labels of an example as a list, of one label too."""
+    return labels if isinstance(labels, list) else [labels]
+
+
+# Between the readers
+
+
+class Wanted(NamedTuple):
+    """What the caller said of the data."""
+
+    kind: str | None
+    text_column: str | None
+    label_column: str | None
+
+
+class Part(NamedTuple):
+    """One part as read: its kind, its examples and the label set its source declares."""
+
+    kind: str
+    examples: Examples
+    labels: list[str] | None = None
+
+
+def media_kind(file: object) -> str | None:
+    """The kind that the end of a file's name tells, of anything else None."""
+    end = Path(file).suffix.lower() if isinstance(file, str) else ""
+    return next((kind for kind, extensions in MEDIA.items() if end in extensions), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.errors import InputError
-from softsieve.tasks.encode import LENGTH, Encoded, Encoder, one_line, padded
+from softsieve.tasks.encode import LENGTH, Encoded, Encoder, padded
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
-from softsieve.tasks.read import package
+from softsieve.tasks.packages import loaded, package
 
 FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration
 _LARGEST = {  # what a configuration may ask for, so that a damaged file is an error and not a full memory
@@ -75,11 +76,12 @@ class PretrainedEncoder(Encoder):
         cls, name: str, place: str, *, max_length: int, per_word: bool, source: str | None = None, **options: Any
     ) -> PretrainedEncoder:
         transformers = package("transformers", place)
-        config = _loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), place)
+        complaint = f"{place}: cannot be loaded"
+        config = loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), complaint)
         _check_config(config, place)
         if per_word:
             options["add_prefix_space"] = True  # to those that take it: a word is written as one inside a text
-        tokenizer = _loaded(lambda: transformers.AutoTokenizer.from_pretrained(name, **options), place)
+        tokenizer = loaded(lambda: transformers.AutoTokenizer.from_pretrained(name, **options), complaint)
         if per_word and not tokenizer.is_fast:
             raise InputError(f"{place}: expected a fast tokenizer, which knows the words of its tokens")
         if tokenizer.pad_token is None:
@@ -122,7 +124,9 @@ class PretrainedEncoder(Encoder):
             encoder = transformers.AutoModel.from_config(self.config, dtype=torch.float32)
         else:
             load = transformers.AutoModel.from_pretrained
-            encoder = _loaded(lambda: load(self.source, dtype=torch.float32), f"model {self.source}")
+            complaint = f"model {self.source}: cannot be loaded"
+            with _no_bar(transformers.utils.logging):
+                encoder = loaded(lambda: load(self.source, dtype=torch.float32), complaint)
         return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
 
 
@@ -136,6 +140,18 @@ def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
     return first
 
 
+@contextmanager
+def _no_bar(logging: Any) -> Iterator[None]:
+    """Without the library's progress bar, which a second of loading does not need."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _check_config(config: Any, place: str) -> None:
     if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "hidden_size"):
         raise InputError(f"{place}: expected an encoder of text, found a model of type {config.model_type}")
@@ -143,10 +159,3 @@ def _check_config(config: Any, place: str) -> None:
         value = getattr(config, field, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
             raise InputError(f"{place}: {field}: expected a whole number up to {largest}, found {value!r}")
-
-
-def _loaded(load: Callable[[], Any], place: str) -> Any:
-    try:
-        return load()
-    except Exception as error:  # the library, its network stack and damaged files raise anything
-        raise InputError(f"{place}: cannot be loaded ({one_line(error)})") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softsieve.tasks.read import package
+from softsieve.tasks.packages import package
 
 IGNORED = -100  # target of what does not count
 

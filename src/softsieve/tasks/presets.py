@@ -14,7 +14,9 @@ import numpy as np
 
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.read import hold_out, read_bytes, read_conll, read_data, read_lines, read_table, read_text
+from softsieve.tasks.files import read_bytes, read_lines, read_text
+from softsieve.tasks.read import hold_out, read_data
+from softsieve.tasks.tables import read_conll, read_table
 
 _Rows = Iterable[tuple[Any, Any, str]]  # input, label, place
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
 from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
-from softsieve.tasks.examples import KINDS, Data, Examples, label_names
+from softsieve.tasks.examples import KINDS, Data, Examples, as_list, label_names
+from softsieve.tasks.files import read_text
 from softsieve.tasks.hf import PretrainedEncoder
 from softsieve.tasks.metrics import IGNORED, class_metrics, multilabel_metrics, replace_file, token_metrics
 from softsieve.tasks.models import Classifier
-from softsieve.tasks.read import read_text
 from softsieve.training.rows import Rows
 
 FORMAT = 1
@@ -143,9 +143,8 @@ class Task:
         number = {label: i for i, label in enumerate(self.labels)}
         classes = []
         for labels, where in zip(examples.labels, examples.where, strict=True):
-            labels = labels if isinstance(labels, list) else [labels]
             try:
-                classes.append([number[label] for label in labels])
+                classes.append([number[label] for label in as_list(labels)])
             except KeyError as error:
                 raise InputError(f"{where}: unknown label {error}, the model knows {len(number)} others") from None
         return classes

@@ -15,41 +15,21 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.training.checkpoint import check_same, load_checkpoint, save_checkpoint
 from softsieve.training.graphs import Graphed
 from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
 from softsieve.training.rows import Batch, Rows
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
+from softsieve.training.standing import restore, save
 
 IGNORED = -100  # label of positions that do not count
 BLOCK = 4  # batches of rows that are looked at in one go: fewer wait for the device more often, more are out of date
-FREE = ("save_steps", "save_total_limit", "logging_steps")  # settings that may differ when a run is resumed
-STANDING = (
-    "epoch",
-    "in_epoch",
-    "step",
-    "position",
-    "trained",
-    "screened",
-    "best_step",
-    "stale",
-    "lines",
-    "seconds",
-    "evaluation_seconds",
-)  # attributes of a trainer that say where it stands
 
 
 class Judge(Protocol):
@@ -153,6 +133,12 @@ class Trainer:
         # Since the last log line: loss summed over steps and rows solved; from which step on, over how many rows.
         self.tally = torch.zeros(2, device=self.device)
         self.logged = self.samples = 0
+        self.rate = 0.0  # the learning rate of the latest step
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of the training data, so that no other are taken for them."""
+        return self.train.fingerprint()
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +214,7 @@ class Trainer:
         part = slice(self.rank * size, (self.rank + 1) * size)
         return index[part], weight[part]
 
-    def _gather(self, value: Tensor, rows: int) -> Tensor:
+    def gather(self, value: Tensor, rows: int) -> Tensor:
         gathered: Tensor = self.accelerator.gather(value) if self.ranks > 1 else value
         return gathered.narrow(0, 0, rows)
 
@@ -239,8 +225,8 @@ class Trainer:
         weight = weight.to(self.device)
         loss, solved, _ = self._rows_loss(batch)
         everyone = index.to(self.device)
-        self.row_solved[everyone] = self._gather(solved, len(index))
-        self.row_loss[everyone] = self._gather(loss.detach().float(), len(index))
+        self.row_solved[everyone] = self.gather(solved, len(index))
+        self.row_loss[everyone] = self.gather(loss.detach().float(), len(index))
         total: Tensor = (loss * weight * self.row_weight[mine.to(self.device)]).sum() * self.ranks
         self.tally += torch.stack([self.row_loss[everyone].sum() / count, self.row_solved[everyone].sum()])
         return total / count
@@ -275,15 +261,15 @@ class Trainer:
         return (solved,)
 
     def _take_step(self, index: Tensor, micro_batches: int) -> None:
-        progress = self._progress()
+        progress = self._progress(len(index) / 2)  # the middle of these rows: no step has a learning rate of 0
         if self.settings.adaptive:
             self.objective.delta = self.schedule(progress)  # type: ignore[attr-defined]
-        rate = self.settings.learning_rate_at(progress)
+        self.rate = self.settings.learning_rate_at(progress)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(self.rate)
             else:
-                group["lr"] = rate
+                group["lr"] = self.rate
         full = len(index) == micro_batches * self.settings.batch_size
         if self.graphs and self.settings.merge:
             (self._graphed_step if full else self._whole_step)(index=index.to(self.device, non_blocking=True))
@@ -295,12 +281,12 @@ class Trainer:
 
     # -- which rows ----------------------------------------------------------------------------------------------------
 
-    def _progress(self) -> float:
-        """Share of training behind us, rows left out included."""
-        done = (self.position - len(self.queue)) / max(1, len(self.sampler.plan))
+    def _progress(self, back: float = 0) -> float:
+        """Share of training behind us, rows left out included, or so many rows earlier."""
+        done = (self.position - len(self.queue) - back) / max(1, len(self.sampler.plan))
         return min(1.0, (self.epoch + (done if self.in_epoch else 0.0)) / self.settings.epochs)
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Tell the sampler what training showed."""
         if not self.unreported:
             return
@@ -313,7 +299,7 @@ class Trainer:
         """The given rows without those that a forward pass shows to be solved."""
         if not isinstance(self.sampler, SolvedSampler) or self.settings.skip != "solved":
             return rows
-        self._report()
+        self.report()
         worth = self.sampler.worth_screening(rows)
         if not worth.any():
             return rows
@@ -356,7 +342,7 @@ class Trainer:
             filled = torch.cat([rows, rows[:1].expand(fill - len(rows))])
             share = filled.chunk(self.ranks)[self.rank]
             found = look(index=share.to(self.device) if self.graphs else share)
-            parts.append([self._gather(value, len(rows)).clone() for value in self._pad(found)])
+            parts.append([self.gather(value, len(rows)).clone() for value in self._pad(found)])
         self.model.train()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -415,7 +401,7 @@ class Trainer:
         s = self.settings
         torch.manual_seed(s.seed + self.rank)
         if resume is not None:
-            self._restore(resume)
+            restore(self, resume)
         main = self.accelerator.is_main_process
         journal = Journal(
             self.output if main else None,
@@ -429,7 +415,7 @@ class Trainer:
         try:
             while self.epoch < s.epochs and not stop:
                 stop = self._epoch(journal, started)
-            self._figures()
+            self.figures()
             if self.validation is None:
                 self.best_weights = self.weights()
             elif s.eval_steps and not stop and self.step % s.eval_steps:
@@ -438,7 +424,7 @@ class Trainer:
             self.seconds = time.perf_counter() - started
         finally:
             journal.close()
-        self._load_weights(self.best_weights)
+        self.load_weights(self.best_weights)
         return Result(
             self.best,
             self.best_step,
@@ -454,7 +440,7 @@ class Trainer:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""
         s = self.settings
         if not self.in_epoch:
-            self._report()
+            self.report()
             self.sampler.next_epoch()
             if isinstance(self.sampler, InfoBatchSampler):
                 self.row_weight.copy_(self.sampler.weights)
@@ -476,16 +462,15 @@ class Trainer:
             if s.save_steps and self.step % s.save_steps == 0:
                 self._synchronise()
                 self.seconds, self.lines = time.perf_counter() - started, len(journal.lines)
-                self._save()
+                save(self)
         self.epoch, self.in_epoch = self.epoch + 1, False
         return self.validation is not None and not s.eval_steps and self._judge(journal)
 
     def _log(self, journal: Journal, samples: int) -> None:
         self.samples += samples
         if self.step % self.settings.logging_steps == 0:
-            loss, solved = self._figures()
-            rate = self.settings.learning_rate_at(self._progress())
-            figures = {"loss": loss, "learning_rate": rate, "progress": self._progress(), "samples": self.trained}
+            loss, solved = self.figures()
+            figures = {"loss": loss, "learning_rate": self.rate, "progress": self._progress(), "samples": self.trained}
             if self.settings.adaptive:
                 figures |= {"solved": solved, "delta": self.objective.delta}  # type: ignore[attr-defined]
             journal.write(self.step, "train", **figures)
@@ -495,7 +480,7 @@ class Trainer:
         else:
             journal.samples += samples
 
-    def _figures(self) -> tuple[float, float]:
+    def figures(self) -> tuple[float, float]:
         """Mean loss and share of solved rows since the last call.
 
         Raises:
@@ -516,7 +501,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    # -- weights and checkpoints ---------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
@@ -526,105 +511,12 @@ class Trainer:
         state: dict[str, Tensor] = self.accelerator.unwrap_model(self.model).state_dict()
         return {name: value.detach().clone() for name, value in state.items()}
 
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         if self.sharded:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             set_model_state_dict(self.model, dict[str, Any](weights), options=options)
         else:
             self.accelerator.unwrap_model(self.model).load_state_dict(weights)
-
-    def _random_states(self) -> dict[str, Tensor]:
-        """The generators of every process, one a row."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
-        return {name: self._gather(value[None].to(self.device), self.ranks).cpu() for name, value in states.items()}
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state by parameter and name, e.g. ``head.weight/exp_avg``."""
-        held: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self.whole).get("state", {})
-        return {f"{name}/{key}": torch.as_tensor(v) for name, state in held.items() for key, v in state.items()}
-
-    @cached_property
-    def _fingerprint(self) -> int:
-        return self.train.fingerprint()
-
-    def _save(self) -> None:
-        """Write a checkpoint, on the main process; all of them take part in collecting it."""
-        self._report()
-        self._figures()
-        sampler = self.sampler.state_dict()
-        state = {
-            "settings": self.settings.asdict(),
-            "rows": len(self.train),
-            "ranks": self.ranks,
-            "data": self._fingerprint,
-            "sampler": {name: value for name, value in sampler.items() if not isinstance(value, Tensor)},
-            "speed": self.speed.state_dict(),
-            "best": self.best,
-            "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None,
-            **{name: getattr(self, name) for name in STANDING},
-        }
-        files = {
-            "model": self.weights(),
-            "best": self.best_weights,
-            "optimizer": self._optimizer_tensors(),
-            "sampler": {name: value for name, value in sampler.items() if isinstance(value, Tensor)},
-            "random": self._random_states(),
-            "queue": {"queue": self.queue},
-        }
-        if self.accelerator.is_main_process and self.output is not None:
-            save_checkpoint(self.output, self.step, state, files, keep=self.settings.save_total_limit)
-        self.accelerator.wait_for_everyone()
-
-    def _restore(self, folder: Path) -> None:
-        """Go on where a checkpoint was written.
-
-        Raises:
-            InputError: when it cannot be read or belongs to another model, other data or other settings.
-        """
-        state, files = load_checkpoint(folder)
-        try:
-            self._expect(folder, state)
-            weights = self.weights()
-            if not self.sharded or self.rank == 0:
-                check_same(folder / "model.safetensors", "checkpoint", files["model"], weights)
-            self._load_weights(files["model"])
-            template: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self.whole)
-            held: dict[str, dict[str, Tensor]] = {}
-            for name, value in files["optimizer"].items():
-                parameter, _, key = name.rpartition("/")
-                held.setdefault(parameter, {})[key] = value
-            if template:  # empty where the state will be broadcast to
-                template["state"] = held
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=self.sharded)
-            set_optimizer_state_dict(self.model, self.optimizer.optimizer, template, options=options)
-            self.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
-            self.speed.load_state_dict(state["speed"])
-            if self.accelerator.scaler is not None and state["scaler"] is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-            for name in STANDING:
-                setattr(self, name, state[name])
-            self.logged = self.step
-            self.best, self.best_weights, self.queue = state["best"], files.get("best", {}), files["queue"]["queue"]
-            if isinstance(self.sampler, InfoBatchSampler):
-                self.row_weight.copy_(self.sampler.weights)
-            torch.set_rng_state(files["random"]["cpu"][self.rank].clone())  # it does not bear a view
-            if self.device.type == "cuda" and "cuda" in files["random"]:
-                torch.cuda.set_rng_state(files["random"]["cuda"][self.rank].clone())
-        except KeyError as error:
-            raise InputError(f"{folder}: incomplete checkpoint: {error} is missing") from error
-
-    def _expect(self, folder: Path, state: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another run."""
-        for name, here in {"rows": len(self.train), "ranks": self.ranks}.items():
-            if state[name] != here:
-                raise InputError(f"{folder}: made with {state[name]} {name}, this run has {here}")
-        if state["data"] != self._fingerprint:
-            raise InputError(f"{folder}: made with other training data")
-        for name, here in self.settings.asdict().items():
-            if name not in FREE and state["settings"].get(name) != here:
-                raise InputError(f"{folder}: made with {name}={state['settings'].get(name)!r}, this run has {here!r}")
 
 
 def _widen(decided: Tensor, width: int) -> Tensor:

@@ -32,7 +32,8 @@ class Settings:
         tolerance, recheck, screen_above: policy of `SolvedSampler`.
         eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
             evaluation means once an epoch, for checkpoints never.
-        metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``.
+        metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``, and whether more
+            of it is better; None: of all but the loss.
         patience: evaluations without a better metric before training stops; 0: never.
         precision: of the matrix products.
         graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16, batches of one length.
@@ -63,7 +64,7 @@ class Settings:
     save_total_limit: int = 2
     logging_steps: int = 50
     metric: str = "accuracy"
-    greater_is_better: bool = True
+    greater_is_better: bool | None = None
     patience: int = 0
     precision: str = "no"
     graphs: bool = False
@@ -82,6 +83,8 @@ class Settings:
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)
+        if self.greater_is_better is None:
+            object.__setattr__(self, "greater_is_better", self.metric != "loss")  # said, so that records have it
         self.schedule()
         self.speed()
         if not self.adaptive and (self.skip == "solved" or self.speed_steps > 1):

@@ -1,0 +1,40 @@
+"""A file as bytes, text or lines."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from softsieve.errors import InputError, first_line
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds, unpacked if it is a .gz or .xz."""
+    unpack: Callable[[bytes], bytes] = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix.lower(), bytes)
+    try:
+        return unpack(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise InputError(f"{path}: damaged {path.suffix} file ({first_line(error)})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_text(path: Path) -> str:
+    """What a UTF-8 file says, with its line ends as they are."""
+    content = read_bytes(path)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}:{line}: not UTF-8 (byte {content[error.start]:#04x})") from None
+
+
+def read_lines(path: Path) -> list[tuple[str, str]]:
+    """Place and text of every line that is not blank. Only a line feed ends a line: texts hold other separators."""
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return [(f"{path}:{number}", line.rstrip("\r")) for number, line in lines if line.strip()]
