@@ -293,7 +293,7 @@ def test_margin_comes_down() -> None:
     assert isinstance(made.objective, ASSoftmax)
     assert made.objective.delta == 0.8
     deltas = [line["delta"] for line in made.fit().log]
-    assert deltas == pytest.approx([max(0.2, 0.8 - 0.6 * 2 * step / 20) for step in range(1, 21)])
+    assert deltas == pytest.approx([max(0.2, 0.8 - 0.6 * 2 * (step - 0.5) / 20) for step in range(1, 21)])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -301,9 +301,9 @@ def test_margin_comes_down() -> None:
 
 def test_best_weights_are_restored() -> None:
     class Judged(Judge):
-        """Says that the second evaluation is the best."""
+        """Says that the first evaluation is the best."""
 
-        scores = iter([0.2, 0.9, 0.5, 0.9])
+        scores = iter([0.2, 0.9, 0.5, 0.8])
 
         def metrics(self, decided: Tensor, target: Tensor) -> dict[str, float]:
             return {"accuracy": next(self.scores)}
@@ -323,8 +323,17 @@ def test_best_weights_are_restored() -> None:
     made._judge = watched  # type: ignore[method-assign]
     result = made.fit()
     assert (result.best["accuracy"], result.best_step, result.steps) == (0.9, 5, 15)
-    assert equal_weights(made.weights(), kept[0])  # the first of equals
+    assert equal_weights(made.weights(), kept[0])
     assert not equal_weights(made.weights(), kept[-1])
+
+
+def test_of_two_that_are_equally_right_the_surer_is_best() -> None:
+    made = trainer(points(40), validation=points(20, seed=1), epochs=12, loss="softmax")
+    result = made.fit()
+    validation = [line for line in result.log if line["kind"] == "validation"]
+    right = [line for line in validation if line["accuracy"] == max(v["accuracy"] for v in validation)]
+    assert len(right) > 1
+    assert result.best["loss"] == min(line["loss"] for line in right) < right[0]["loss"]
 
 
 def test_best_of_a_run_that_gets_worse() -> None:

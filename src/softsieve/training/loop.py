@@ -383,7 +383,11 @@ class Trainer:
         journal.write(self.step, "validation", progress=self._progress(), **metrics)
         journal.advance(self._progress(), 0, **{s.metric: f"{metrics[s.metric]:.4f}"})
         sign = 1 if s.greater_is_better else -1
-        if not self.best or sign * metrics[s.metric] > sign * self.best[s.metric]:
+
+        def merit(found: dict[str, float]) -> tuple[float, float]:
+            return sign * found[s.metric], -found["loss"]  # of two that are equally right, the one that is surer
+
+        if not self.best or merit(metrics) > merit(self.best):
             self.best, self.best_step, self.stale = metrics, self.step, 0
             self.best_weights = self.weights()
         else:

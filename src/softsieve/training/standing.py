@@ -37,6 +37,7 @@ def save(trainer: Trainer) -> None:
         "data": trainer.fingerprint,
         "sampler": {name: value for name, value in sampler.items() if not isinstance(value, Tensor)},
         "speed": trainer.speed.state_dict(),
+        "delta": getattr(trainer.objective, "delta", None),
         "best": trainer.best,
         "scaler": trainer.accelerator.scaler.state_dict() if trainer.accelerator.scaler is not None else None,
         **{name: getattr(trainer, name) for name in (*PLACE, *COUNTS)},
@@ -78,6 +79,8 @@ def restore(trainer: Trainer, folder: Path) -> None:
         set_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, template, options=options)
         trainer.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
         trainer.speed.load_state_dict(state["speed"])
+        if state["delta"] is not None:
+            trainer.objective.delta = state["delta"]  # type: ignore[attr-defined]
         if trainer.accelerator.scaler is not None and state["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         for name in (*PLACE, *COUNTS):
