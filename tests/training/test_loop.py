@@ -15,7 +15,7 @@ from softsieve.losses.objectives import ASSoftmax
 from softsieve.training import InfoBatchSampler, SolvedSampler
 from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
-from softsieve.training.rows import Rows
+from softsieve.training.rows import Batch, Rows
 from softsieve.training.settings import Settings
 from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
 
@@ -431,6 +431,17 @@ def test_tokens_are_solved_when_all_that_count_are() -> None:
     by_hand = [bool(positions[i][rows.target[i] != -100].all()) for i in range(40)]
     assert solved.tolist() == by_hand
     assert 0 < sum(by_hand) < 40  # some by chance, those without labels among them
+
+
+def test_flags_on_the_wrong_side_are_not_done_with() -> None:
+    """A margin apart, so the loss is 0, but all above 0 or all below."""
+    made = trainer(flags(4))
+    logits = torch.tensor([[9.0, 5.0, 1.0], [-1.0, -5.0, -9.0], [5.0, -5.0, -9.0]]).requires_grad_()
+    target = torch.tensor([[True, False, False]] * 3)
+    made.model = lambda: logits
+    loss, solved, _ = made._rows_loss(Batch({}, target))
+    assert loss.tolist() == [0, 0, 0]
+    assert solved.tolist() == [False, False, True]
 
 
 def test_multilabel() -> None:
