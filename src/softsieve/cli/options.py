@@ -100,7 +100,7 @@ class Options:
     ] = None
     learning_rate: Annotated[float | None, _option(_TRAINING, "peak; 5e-5, and more for the built-in models")] = None
     per_device_train_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch on each process")] = None
-    per_device_eval_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch in evaluation")] = None
+    per_device_eval_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch in evaluation", min=1)] = None
     weight_decay: Annotated[float, _option(_TRAINING, "of AdamW; 0.01")] = 0.01
     warmup_ratio: Annotated[float, _option(_TRAINING, "share of training in which the learning rate rises; 0.1")] = 0.1
     max_grad_norm: Annotated[float, _option(_TRAINING, "gradients are clipped to this norm, 0 for never; 1")] = 1.0
@@ -132,7 +132,7 @@ class Options:
     skip_solved: Annotated[bool, _option(_MARGIN, "leave solved rows out of training and look at them again later")] = (
         False
     )
-    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.01")] = (
+    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.005")] = (
         None
     )
 
@@ -326,7 +326,7 @@ def make_settings(
         speed_steps=options.accu_steps if options.as_speed_up else 1,
         speed_lambda=options.accu_lambda,
         skip="solved" if options.skip_solved else "no",
-        tolerance=0.01 if options.tolerance is None else options.tolerance,
+        tolerance=Settings.tolerance if options.tolerance is None else options.tolerance,
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
         save_steps=0 if save_steps == NEVER else save_steps,

@@ -65,7 +65,10 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def save_checkpoint(
     output: Path, step: int, state: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]], *, keep: int
 ) -> Path:
-    """Write ``output/checkpoint-STEP``: ``state`` as JSON, ``files`` as safetensors. Keeps the ``keep`` latest."""
+    """Write ``output/checkpoint-STEP``: ``state`` as JSON, ``files`` as safetensors.
+
+    Keeps the ``keep`` latest; later ones are of a run that this one went back on, and go like the end of its log.
+    """
 
     def fill(part: Path) -> None:
         (part / "state.json").write_text(json.dumps({"format": FORMAT, **state}))
@@ -74,7 +77,9 @@ def save_checkpoint(
 
     folder = output / f"checkpoint-{step}"
     write_folder(folder, fill)
-    for old in checkpoints(output)[:-keep]:
+    found = checkpoints(output)
+    after = found.index(folder) + 1
+    for old in found[: max(0, after - keep)] + found[after:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 

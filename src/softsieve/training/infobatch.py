@@ -39,6 +39,7 @@ class InfoBatchSampler:
         _checks.whole_number("epochs", epochs, 1, 2**31)
         _checks.number("prune", prune, 0, 0.999)
         _checks.number("anneal", anneal, 0, 1)
+        _checks.whole_number("seed", seed, 0, 2**40)
         self.num_samples, self.epochs, self.prune, self.anneal, self.seed = num_samples, epochs, prune, anneal, seed
         self.epoch = -1
         self.loss = torch.full((num_samples,), float("inf"))  # of every row when last seen

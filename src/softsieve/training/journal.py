@@ -19,7 +19,6 @@ class Journal:
 
     Args:
         output: folder for ``log.jsonl`` and, where the package is there, TensorBoard's files; None writes nothing.
-        steps: length of the progress bar in thousandths of training.
         show: whether to show the bar.
         console: where to.
         after: step and number of log lines of the checkpoint that a resumed run goes on from; what was logged later is

@@ -253,14 +253,15 @@ class Trainer:
         batch = Batch({k: v[index] for k, v in self.train.inputs.items()}, self.train.target[index])
         loss, solved, _ = self._rows_loss(batch)
         weight = self.row_weight[index]
-        mean = (loss * weight).sum() / self._count(batch.target, weight)
+        count = self._count(batch.target, weight)
+        mean = (loss * weight).sum() / count
         mean.backward()  # type: ignore[no-untyped-call]
         if self.settings.max_grad_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.optimizer.step()
         self.row_solved[index] = solved
         self.row_loss[index] = loss.detach()
-        self.tally += torch.stack([mean.detach(), solved.sum()])
+        self.tally += torch.stack([loss.detach().sum() / count, solved.sum()])
         return (solved,)
 
     def _take_step(self, index: Tensor, micro_batches: int) -> None:
@@ -365,6 +366,7 @@ class Trainer:
 
     def evaluate(self, rows: Rows | None = None) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, the validation rows unless others are given, and the answers they are made from."""
+        self._synchronise()  # steps still under way are none of its time
         started = time.perf_counter()
         rows = self.validation if rows is None else rows.to(self.device)
         if rows is None:
@@ -425,7 +427,7 @@ class Trainer:
             self.figures()
             if self.validation is None:
                 self.best_weights = self.weights()
-            elif s.eval_steps and not stop and self.step % s.eval_steps:
+            elif s.eval_steps and not stop and (self.step % s.eval_steps or not self.best):
                 self._judge(journal)  # the last steps, too, are looked at
             self._synchronise()
             self.seconds = time.perf_counter() - started

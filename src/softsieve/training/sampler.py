@@ -21,8 +21,9 @@ class SolvedSampler(Sampler[int]):
     A solved row has zero gradient, so leaving it out costs nothing as long as it stays solved. Whether it does is known
     of every row that is looked at again: of the rows solved ``s`` times in a row, some share ``risk[s]`` is found not
     solved. An epoch leaves out solved rows, those of the smallest risk first, until the expected number of relapsed
-    ones among them reaches ``tolerance * num_samples``, and always looks at ``recheck`` of every kind. So clean data
-    are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly visited.
+    ones among them, going by the latest looks, reaches ``tolerance * num_samples``, and always looks at ``recheck`` of
+    every kind. So clean data are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly
+    visited.
 
     A look needs a forward pass only. A loop that can afford to make it first asks `worth_screening` of which rows more
     than ``screen_above`` are expected to be solved, looks at those without dropout or backward pass, tells `update`,
@@ -37,6 +38,7 @@ class SolvedSampler(Sampler[int]):
         tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none.
         recheck: share of the solved rows that is always looked at again, in (0, 1].
         screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 1: never.
+            A forward pass is about a third of a training pass.
         seed: of the random order; the same on all ranks.
         num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
 
@@ -65,9 +67,9 @@ class SolvedSampler(Sampler[int]):
         self,
         num_samples: int,
         *,
-        tolerance: float = 0.01,
+        tolerance: float = 0.005,
         recheck: float = 0.1,
-        screen_above: float = 0.5,
+        screen_above: float = 1 / 3,
         seed: int = 0,
         num_replicas: int = 1,
         rank: int = 0,

@@ -56,9 +56,9 @@ class Settings:
     speed_lambda: float = 1.0
     merge: bool = True
     skip: str = "no"
-    tolerance: float = 0.01
+    tolerance: float = 0.005
     recheck: float = 0.1
-    screen_above: float = 0.5
+    screen_above: float = 1 / 3
     eval_steps: int = 0
     save_steps: int = 0
     save_total_limit: int = 2
@@ -80,6 +80,8 @@ class Settings:
         for name in ("weight_decay", "max_grad_norm"):
             _checks.number(name, getattr(self, name), 0)
         _checks.number("warmup_ratio", self.warmup_ratio, 0, 1)
+        for name, low in {"tolerance": 0, "recheck": 1e-6, "screen_above": 0}.items():
+            _checks.number(name, getattr(self, name), low, 1)
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)

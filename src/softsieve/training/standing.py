@@ -27,9 +27,11 @@ COUNTS = ("trained", "screened", "best_step", "stale", "lines", "seconds", "eval
 
 def save(trainer: Trainer) -> None:
     """Write a checkpoint, on the main process; all of them take part in collecting it."""
-    trainer.report()
     trainer.figures()
     sampler = trainer.sampler.state_dict()
+    # Kept aside, not reported now: what the sampler decides should not depend on when checkpoints are written.
+    unreported = torch.cat([*trainer.unreported, trainer.queue[:0]])
+    seen = unreported.to(trainer.device)
     state = {
         "settings": trainer.settings.asdict(),
         "rows": len(trainer.train),
@@ -48,7 +50,12 @@ def save(trainer: Trainer) -> None:
         "optimizer": _optimizer_tensors(trainer),
         "sampler": {name: value for name, value in sampler.items() if isinstance(value, Tensor)},
         "random": _random_states(trainer),
-        "queue": {"queue": trainer.queue},
+        "queue": {
+            "queue": trainer.queue,
+            "unreported": unreported,
+            "solved": trainer.row_solved[seen],
+            "loss": trainer.row_loss[seen],
+        },
     }
     if trainer.accelerator.is_main_process and trainer.output is not None:
         save_checkpoint(trainer.output, trainer.step, state, files, keep=trainer.settings.save_total_limit)
@@ -75,7 +82,8 @@ def restore(trainer: Trainer, folder: Path) -> None:
             held.setdefault(parameter, {})[key] = value
         if template:  # empty where the state will be broadcast to
             template["state"] = held
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=trainer.sharded)
+        # Not strict: a weight that never had a gradient has no state.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=trainer.sharded, strict=False)
         set_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, template, options=options)
         trainer.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
         trainer.speed.load_state_dict(state["speed"])
@@ -86,11 +94,12 @@ def restore(trainer: Trainer, folder: Path) -> None:
         for name in (*PLACE, *COUNTS):
             setattr(trainer, name, state[name])
         trainer.logged = trainer.step
-        trainer.best, trainer.best_weights, trainer.queue = (
-            state["best"],
-            files.get("best", {}),
-            files["queue"]["queue"],
-        )
+        trainer.best, trainer.best_weights = state["best"], files.get("best", {})
+        waiting = files["queue"]
+        trainer.queue, trainer.unreported = waiting["queue"], [waiting["unreported"]]
+        seen = waiting["unreported"].to(trainer.device)
+        trainer.row_solved[seen] = waiting["solved"].to(trainer.device)
+        trainer.row_loss[seen] = waiting["loss"].to(trainer.device)
         if isinstance(trainer.sampler, InfoBatchSampler):
             trainer.row_weight.copy_(trainer.sampler.weights)
         torch.set_rng_state(files["random"]["cpu"][trainer.rank].clone())  # it does not bear a view
