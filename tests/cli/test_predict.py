@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -165,13 +166,26 @@ def test_a_folder_of_images_without_labels() -> None:
         (["--text", "x", "--text_column", "text"], "text_column: expected with a file of --data"),
         (["--text", "x", "--out", "out.xls"], "out.xls: expected a file .csv, .tsv, .jsonl"),
         (["--text", "x", "--out", "in.csv/out.csv"], "in.csv"),
+        (["--text", "x", "--out", "folder.csv"], "folder.csv: expected a file, found a folder"),
         (["--data", "-"], "standard input: no lines"),
     ],
 )
 def test_refused(model: Path, arguments: list[str], message: str) -> None:
     write("in.csv", "text,label\ngood,pos\n")
     write("empty.csv", "")
+    Path("folder.csv").mkdir()
     assert message in refused(model, *arguments)
+
+
+def test_who_reads_may_stop(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``| head`` does; Typer then ends the command without a word."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(csv, "writer", closed)
+    result = CliRunner().invoke(app, ["predict", str(model), "--text", "good"])
+    assert (result.exit_code, result.stderr) == (1, "")
 
 
 def test_bytes_that_are_no_text(model: Path) -> None:

@@ -269,6 +269,7 @@ def test_training_alone_and_judging_alone(reviews: Path) -> None:
     assert "test" in said
     assert {path: path.read_bytes() for path in Path("softsieve-run/model").iterdir()} == before
     assert "expected test data, found none; give --test_data" in refused("--data", reviews, "--do_predict")
+    assert train("--data", reviews, "--do_eval", "--per_device_eval_batch_size", -1).exit_code == 2
     colours = images(Path("colours"))
     assert "colours: expected text as the model" in refused("--data", colours, "--task", "image", "--do_eval")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,52 @@ def test_an_error_is_one_line_and_keeps_the_runs(weather: Path, tmp_path: Path) 
     assert "as-nothing" in unknown.stderr
 
 
+def test_the_table_is_made_of_the_runs_that_did_not_fail(
+    weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = compare.run_job
+
+    def failing(job: compare.Job) -> dict[str, Any]:
+        if job.row == "as-skip":
+            raise RuntimeError("no luck")
+        return real(job)
+
+    monkeypatch.setattr(compare, "run_job", failing)
+    done = CliRunner().invoke(app, command(weather, tmp_path / "v1.2"))
+    assert done.exit_code == 1
+    assert "2 of 6 runs failed" in done.stderr
+    assert sorted(path.name for path in tmp_path.glob("v1.2*")) == ["v1.2.json", "v1.2.md", "v1.2.runs"]
+    assert "| softmax |" in (tmp_path / "v1.2.md").read_text()
+
+
+def test_suffixes_of_results() -> None:
+    for out in ("a/b", "a/b.json", "a/b.runs"):
+        assert compare.beside(Path(out), ".md") == Path("a/b.md")
+    assert compare.beside(Path("v1.2"), ".md") == Path("v1.2.md")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written to"):
+        list(compare.run_all([], tmp_path / "file" / "out.runs"))
+
+
+def kill_oneself(job: compare.Job) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_fails_its_runs_and_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = compare.plan(["sst5"], ["softmax"], [0, 1], model=None, max_length=8, data_dir=tmp_path, overrides={})
+    monkeypatch.setattr(compare, "_worker", kill_oneself)
+    with pytest.raises(InputError, match=r"2 of 2 runs failed, the first: .*: a process was killed"):
+        list(compare.run_all(jobs, tmp_path / "runs", side_by_side=2))
+
+
 def run(row: str, seed: int, accuracy: float, seconds: float) -> dict[str, Any]:
     costs = {"seconds": seconds, "side_by_side": 1, "steps": 10, "trained_rows": 100, "screened_rows": 0}
     what = {"task": "t", "row": row, "seed": seed, "settings": {"metric": "accuracy"}}
-    return {**what, "test": {"accuracy": accuracy}, **costs}
+    made = {"gpu": None, "machine": {"processor": "a", "threads": 1}}
+    return {**what, "test": {"accuracy": accuracy}, **costs, "provenance": made}
 
 
 def test_summary_pairs_by_seed() -> None:
@@ -116,6 +160,8 @@ def test_summary_pairs_by_seed() -> None:
 def test_times_of_a_busy_and_an_idle_machine_do_not_compare() -> None:
     runs = [run("softmax", 0, 0.5, 8.0), {**run("as-skip", 0, 0.6, 2.0), "side_by_side": 4}]
     assert compare.summarise(runs)[1]["speed"] is None
+    runs[1] |= {"side_by_side": 1, "provenance": {"gpu": "b", "machine": {"processor": "a", "threads": 1}}}
+    assert compare.summarise(runs)[1]["speed"] is None  # nor those of two machines
 
 
 def test_recipes_are_settings_of_presets() -> None:
@@ -124,6 +170,18 @@ def test_recipes_are_settings_of_presets() -> None:
         for task in recipes:
             for row in ROWS.values():
                 Settings(**{**recipe(task, pretrained=recipes is PRETRAINED), **row})
+
+
+def test_files_of_one_name(tmp_path: Path) -> None:
+    def jobs(*tasks: str, rows: tuple[str, ...] = ("softmax",)) -> list[compare.Job]:
+        return compare.plan(tasks, rows, [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
+
+    names = {job.name for task in ("a/x.csv", "b/x.csv", "a/x.json") for job in jobs(task)}
+    assert len(names) == 3
+    with pytest.raises(InputError, match=r"task: expected different names, found 'x.csv' more than once"):
+        jobs("a/x.csv", "b/x.csv")
+    with pytest.raises(InputError, match="row: expected different names, found 'softmax' more than once"):
+        jobs("a/x.csv", rows=("softmax", "softmax"))
 
 
 def test_plan_refuses_unknown_rows(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from softsieve import ASCrossEntropyLoss
 from softsieve.errors import InputError
-from softsieve.training import ASSpeed
+from softsieve.training import ASSpeed, SolvedSampler
 
 pytest.importorskip("lightning")
 
@@ -181,6 +181,16 @@ def test_margin_comes_down(limit: dict[str, Any]) -> None:
     module, _ = fit([DeltaCallback(0.2, initial_delta=0.9, ratio=0.5)], **limit)
     assert module.deltas[:17] == pytest.approx([0.9 - 0.7 * step / 16 for step in range(17)])
     assert set(module.deltas[16:]) == {0.2}
+
+
+def test_looks_are_told_in_their_order() -> None:
+    skip, expected = SkipCallback(8), SolvedSampler(8)
+    expected.next_epoch()
+    for rows, solved in (([0, 1, 2], True), ([3, 4], False), ([5, 6, 7], True)):
+        look = torch.tensor(rows), torch.full((len(rows),), solved)
+        skip._noted.append(look)
+        expected.update(*look)
+    assert torch.equal(skip.state_dict()["solved"]["looks"], expected.state_dict()["looks"])
 
 
 def test_refusals() -> None:

@@ -351,6 +351,8 @@ def test_refusals(tmp_path: Path) -> None:
         trainer(tmp_path, easy(), label_smoothing_factor=0.1)
     with pytest.raises(InputError, match="train_sampling_strategy: expected 'random' with skipping, found 'seq"):
         trainer(tmp_path, easy(), options=ASOptions(skip={}), train_sampling_strategy="sequential")
+    with pytest.raises(InputError, match="dispatch_batches: expected False with skipping"):
+        trainer(tmp_path, easy(), options=ASOptions(skip={}), accelerator_config={"dispatch_batches": True})
     with pytest.raises(InputError, match="train_dataset: expected rows by index"):
         trainer(tmp_path, iter([]), options=ASOptions(skip={}), max_steps=1)
     with pytest.raises(InputError, match="labels: expected in every batch, found only input_ids"):

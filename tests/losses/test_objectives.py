@@ -176,3 +176,12 @@ def test_bad_names_options_and_labels_are_refused() -> None:
             make_objective(name, **option)
     with pytest.raises(ValueError, match="target: expected class labels"):
         make_objective("softmax")(torch.zeros(2, 3), torch.tensor([0, 3]))
+
+
+def test_labels_a_margin_apart_on_one_side_of_0_are_not_solved() -> None:
+    logits = torch.tensor([[9.0, 5.0, 1.0], [-1.0, -5.0, -9.0], [5.0, -5.0, -9.0]])
+    target = torch.tensor([[1, 0, 0]] * 3)
+    loss, solved = make_objective("as-softmax", multilabel=True, reduction="none")(logits, target)
+    assert solved is not None
+    assert loss.tolist() == [0, 0, 0]
+    assert solved.tolist() == [False, False, True]

@@ -180,11 +180,12 @@ def test_sounds_come_out_at_eight_kilohertz_and_full_volume(tmp_path: Path) -> N
     rate = 44100
     stereo = np.stack([tone(440, 0.5, rate), tone(440, 0.5, rate)], 1) * 0.1
     soundfile.write(tmp_path / "a.wav", stereo, rate, subtype="FLOAT")
-    encoded = AudioEncoder(samples=4000).encode(examples(tmp_path / "a.wav", (tone(440, 0.5, 8000) * 0.3, 8000)))
-    samples = encoded.inputs["samples"]
+    forms = (tmp_path / "a.wav", (tone(440, 0.5, 8000) * 0.3, 8000), (tmp_path / "a.wav").read_bytes())
+    samples = AudioEncoder(samples=4000).encode(examples(*forms)).inputs["samples"]
     assert samples.dtype == torch.int16
-    assert samples.shape == (2, 4000)
-    assert samples.abs().amax(1).tolist() == [32767, 32767]
+    assert samples.shape == (3, 4000)
+    assert samples.abs().amax(1).tolist() == [32767, 32767, 32767]
+    assert torch.equal(samples[0], samples[2])
     difference = (samples[0].float() - samples[1].float())[200:-200].abs().max() / 32767
     assert difference < 0.02  # away from the ends, where a filter sees silence
 
@@ -207,6 +208,7 @@ def test_the_window_fits_almost_all_sounds() -> None:
     ("bad", "complaint"),
     [
         (Path("none.wav"), "unreadable sound"),
+        (b"no sound", "unreadable sound"),
         ((np.zeros(0, np.float32), 8000), "found 0 samples at 8000 Hz"),
         ((np.zeros(9, np.float32), 0), "found 9 samples at 0 Hz"),
         ((np.full(9, np.nan, np.float32), 8000), "not finite"),

@@ -165,6 +165,14 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "nowhere") == []
 
 
+def test_a_run_that_went_back_keeps_its_own(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15):
+        save(tmp_path, step, keep=3)
+    assert checkpoints(tmp_path) == [tmp_path / "checkpoint-10", tmp_path / "checkpoint-15"]
+    save(tmp_path, 20, keep=1)
+    assert checkpoints(tmp_path) == [tmp_path / "checkpoint-20"]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -15,7 +15,7 @@ from softsieve.losses.objectives import ASSoftmax
 from softsieve.training import InfoBatchSampler, SolvedSampler
 from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
-from softsieve.training.rows import Batch, Rows
+from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
 
@@ -265,6 +265,9 @@ def test_infobatch_weights_enter_the_loss() -> None:
         made._batch_loss(torch.arange(100), torch.tensor(100)).backward()  # type: ignore[no-untyped-call]
         ends.append(made.model.head.weight.grad.clone())
         assert torch.equal(made.row_loss, F.cross_entropy(made.model(**rows.inputs), rows.target, reduction="none"))
+        shown = made.tally[0].clone()
+        made._whole_step(torch.arange(100))
+        torch.testing.assert_close(made.tally[0], 2 * shown)  # what is logged has no weights, in a graph or not
     torch.testing.assert_close(3 * ends[0], ends[1])
 
 
@@ -379,6 +382,17 @@ def test_eval_steps() -> None:
     assert [line["step"] for line in result.log if line["kind"] == "validation"] == [10, 20]
 
 
+def test_eval_steps_of_a_run_without_steps() -> None:
+    model = Net()
+    trainer(points(60), model=model, epochs=60).fit()
+    made = trainer(
+        points(60), model=model, validation=points(20, seed=1), skip="solved", screen_above=0.0, eval_steps=4
+    )
+    result = made.fit()
+    assert result.steps == 0
+    assert result.best["accuracy"] > 0.9
+
+
 def test_evaluation_does_not_depend_on_its_batches() -> None:
     rows = tokens(50, longest=7)
     found: list[tuple[float, float, list[int]]] = []
@@ -431,17 +445,6 @@ def test_tokens_are_solved_when_all_that_count_are() -> None:
     by_hand = [bool(positions[i][rows.target[i] != -100].all()) for i in range(40)]
     assert solved.tolist() == by_hand
     assert 0 < sum(by_hand) < 40  # some by chance, those without labels among them
-
-
-def test_flags_on_the_wrong_side_are_not_done_with() -> None:
-    """A margin apart, so the loss is 0, but all above 0 or all below."""
-    made = trainer(flags(4))
-    logits = torch.tensor([[9.0, 5.0, 1.0], [-1.0, -5.0, -9.0], [5.0, -5.0, -9.0]]).requires_grad_()
-    target = torch.tensor([[True, False, False]] * 3)
-    made.model = lambda: logits
-    loss, solved, _ = made._rows_loss(Batch({}, target))
-    assert loss.tolist() == [0, 0, 0]
-    assert solved.tolist() == [False, False, True]
 
 
 def test_multilabel() -> None:

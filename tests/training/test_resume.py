@@ -100,6 +100,44 @@ def test_what_may_differ(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "other") == []
 
 
+@pytest.mark.parametrize("mode", ["skipping", "infobatch"])
+def test_checkpoints_do_not_change_the_run(mode: str, tmp_path: Path) -> None:
+    results, ends = [], []
+    for save_steps in (0, 3, 7):
+        made = trainer(
+            points(400, noise=0.1),
+            model=Net(dropout=0.2),
+            output=tmp_path / str(save_steps),
+            save_steps=save_steps,
+            epochs=8,
+            tolerance=0.01,
+            screen_above=0.5,
+            **MODES[mode],
+        )
+        result = made.fit()
+        results.append((result.steps, result.trained, result.screened))
+        ends.append(made.weights())
+    assert results[0] == results[1] == results[2]
+    assert equal_weights(ends[0], ends[1])
+    assert equal_weights(ends[0], ends[2])
+
+
+class Idle(Net):
+    """Has a layer that nothing goes through."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.idle = torch.nn.Linear(3, 3)
+
+
+def test_weights_that_never_had_a_gradient(tmp_path: Path) -> None:
+    whole = make("plain", tmp_path, kind=Idle)
+    whole.fit()
+    made = make("plain", tmp_path, kind=Idle)
+    made.fit(checkpoints(tmp_path)[0])
+    assert equal_weights(made.weights(), whole.weights())
+
+
 def train_slowly(mode: str, output: Path) -> None:
     make(mode, output, kind=Slow).fit()
 

@@ -125,7 +125,7 @@ def test_rows_not_looked_at_keep_their_streak() -> None:
 
 def test_risk_is_the_share_of_relapses() -> None:
     sampler = SolvedSampler(100_000, tolerance=0.0)
-    assert sampler.risk.tolist() == [0.5] * (LEVELS + 1)
+    assert sampler.risk.tolist() == [1.0] + [0.5] * LEVELS
     generator = torch.Generator().manual_seed(1)
     visit(sampler, torch.ones(100_000, dtype=torch.bool))
     assert float(sampler.risk[0]) < 0.001  # all were solved when first looked at
@@ -300,7 +300,7 @@ def test_bad_updates() -> None:
         with pytest.raises(IndexError):
             sampler.update(torch.tensor([index]), torch.tensor([True]))
     sampler.update(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
-    assert sampler.risk.tolist() == [0.5] * (LEVELS + 1)
+    assert sampler.risk.tolist() == [1.0] + [0.5] * LEVELS
 
 
 def test_updates_take_flags_of_any_shape_and_dtype() -> None:

@@ -28,6 +28,8 @@ def one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("softsieve: interrupted", err=True)
         raise typer.Exit(130) from None
+    except BrokenPipeError:  # who reads has enough, as `head` does: Typer ends without a word
+        raise
     except (*_EXPECTED, RuntimeError) as error:
         if os.environ.get("SOFTSIEVE_DEBUG") or not (isinstance(error, _EXPECTED) or _out_of_memory(error)):
             raise

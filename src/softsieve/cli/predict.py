@@ -46,6 +46,8 @@ def predict(
     with one_line():
         if out is not None and out.suffix not in WRITERS:
             raise InputError(f"{out}: expected a file {', '.join(WRITERS)}")
+        if out is not None and out.is_dir():
+            raise InputError(f"{out}: expected a file, found a folder")
         if (data is None) == (not text):
             raise InputError(f"data: expected --data or --text, found {'neither' if data is None else 'both'}")
         import torch

@@ -7,8 +7,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,8 +43,10 @@ class Job:
     @property
     def name(self) -> str:
         """Of its file; another configuration has another name."""
-        said = json.dumps([self.settings.asdict(), self.model, self.max_length], sort_keys=True)
-        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        said = [self.settings.asdict(), self.model, self.max_length]
+        if self.task not in PRESETS:
+            said.append(str(Path(self.task).resolve()))  # files of one name may be in many folders
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.row}-{self.settings.seed}-{digest}"
 
 
@@ -58,12 +63,16 @@ def plan(
     """All runs of a comparison, data set by data set and seed by seed.
 
     Raises:
-        InputError: for an unknown row.
+        InputError: for an unknown row, and for rows or data sets of one name.
         TypeError, ValueError: for settings that cannot be.
     """
     for row in rows:
         if row not in ROWS:
             raise InputError(f"row: expected one of {', '.join(ROWS)}, found {row!r}")
+    for what, names in {"task": [Path(task).name for task in tasks], "row": rows}.items():
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"{what}: expected different names, found {name!r} more than once")
     return [
         Job(
             task,
@@ -113,6 +122,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "max_length": job.max_length,
         "rows": {name: len(part) for name, part in splits._asdict().items() if part is not None},
         "classes": len(task.labels),
+        "provenance": provenance(),
     }
 
 
@@ -125,6 +135,7 @@ def _worker(job: Job) -> tuple[Job, dict[str, Any] | str]:
 
 
 def _alone(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, not just the run it is at
     torch.set_num_threads(threads)
 
 
@@ -132,8 +143,12 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
     """Make the runs that ``folder`` does not hold yet, each written there when it is done, and yield them all.
 
     Raises:
-        InputError: at the end, when runs failed, saying how many and why the first did.
+        InputError: when ``folder`` cannot be written to, before anything is made; at the end, when runs failed, saying
+            how many and why the first did.
     """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{folder}: cannot be written to")
     missing = []
     for job in jobs:
         path = folder / f"{job.name}.json"
@@ -146,7 +161,7 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
         if isinstance(found, str):
             failed.append(f"{job.name}: {found}")
             continue
-        found |= {"side_by_side": side_by_side, "provenance": provenance()}
+        found["side_by_side"] = side_by_side
         write_text(folder / f"{job.name}.json", json.dumps(found) + "\n")
         yield job, found
     if failed:
@@ -158,8 +173,16 @@ def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict
         yield from map(_worker, jobs)
         return
     threads = max(1, (os.cpu_count() or 1) // side_by_side)
-    with multiprocessing.get_context("spawn").Pool(side_by_side, _alone, (threads,)) as pool:
-        yield from pool.imap_unordered(_worker, jobs)
+    pool = ProcessPoolExecutor(side_by_side, multiprocessing.get_context("spawn"), _alone, (threads,))
+    try:
+        waiting = {pool.submit(_worker, job): job for job in jobs}
+        for done in as_completed(waiting):
+            try:
+                yield done.result()
+            except BrokenProcessPool:
+                yield waiting[done], "a process was killed, maybe for want of memory: try fewer side by side"
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -194,8 +217,8 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 line["p"] = _paired(
                     [found[s]["test"][metric] for s in shared], [base[s]["test"][metric] for s in shared]
                 )
-                # Times compare only where as many runs shared the machine.
-                if {base[s]["side_by_side"] for s in shared} == {found[s]["side_by_side"] for s in shared}:
+                # Times compare only on one machine that as many runs shared.
+                if len({_where(made[s]) for made in (base, found) for s in shared}) == 1:
                     theirs, ours = ([made[s]["seconds"] for s in shared] for made in (base, found))
                     line["speed"] = statistics.median(theirs) / statistics.median(ours)
             lines.append(line)
@@ -204,6 +227,12 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _mean_of(runs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
     return lambda name: statistics.mean(run[name] for run in runs)
+
+
+def _where(run: dict[str, Any]) -> tuple[Any, ...]:
+    """The machine of a run, and how many shared it."""
+    made = run["provenance"]
+    return run["side_by_side"], made["gpu"], *made["machine"].values()
 
 
 def _paired(scores: Sequence[float], base: Sequence[float]) -> float | None:
@@ -218,10 +247,11 @@ def _paired(scores: Sequence[float], base: Sequence[float]) -> float | None:
 def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
     """The table for people, with what it was made with."""
     text = [f"Made with\n\n```\n{command}\n```\n"]
-    made = runs[0]["provenance"]
-    machine = made["gpu"] or made["machine"]["processor"]
+    made = [run["provenance"] for run in runs]
+    commits = _each(m["commit"] for m in made)
+    machines = _each(m["gpu"] or m["machine"]["processor"] for m in made)
     text.append(
-        f"at commit {made['commit']} on {machine}, torch {made['versions']['torch']}.\n"
+        f"at commit {commits} on {machines}, torch {_each(m['versions']['torch'] for m in made)}.\n"
         "Mean and standard deviation over seeds on the test rows, at the best validation epoch; p: paired t-test\n"
         f"against {BASELINE} over the same seeds; seconds: median wall time of training and validation, in brackets\n"
         f"how many runs shared the machine; speed: that of {BASELINE} over it; trained: rows that went forward and\n"
@@ -252,12 +282,22 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
     return "\n".join(text)
 
 
+def _each(names: Iterable[Any]) -> str:
+    return " and ".join(dict.fromkeys(map(str, names)))
+
+
 def _how(settings: dict[str, Any]) -> str:
     precision = "fp32" if settings["precision"] == "no" else settings["precision"]
     return precision + (", CUDA graphs" if settings["graphs"] else "")
 
 
+def beside(out: Path, suffix: str) -> Path:
+    """``out`` with a suffix, which may have one of ours already."""
+    plain = out.with_suffix("") if out.suffix in (".json", ".md", ".runs") else out
+    return plain.with_name(plain.name + suffix)
+
+
 def write_results(out: Path, runs: Sequence[dict[str, Any]], command: str) -> None:
     """``out``.json with everything and ``out``.md for people, each all or nothing."""
-    write_record(out.with_suffix(".json"), "compare", {"command": command}, [*summarise(runs), *runs])
-    write_text(out.with_suffix(".md"), markdown(runs, command))
+    write_record(beside(out, ".json"), "compare", {"command": command}, [*summarise(runs), *runs])
+    write_text(beside(out, ".md"), markdown(runs, command))

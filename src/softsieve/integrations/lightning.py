@@ -174,8 +174,9 @@ class SkipCallback(Callback):
             self._plan, self._over, self._batches = self.solved.next_epoch(), False, 0
 
     def _tell(self) -> None:
-        while self._noted:
-            self.solved.update(*self._noted.pop())
+        for index, solved in self._noted:
+            self.solved.update(index, solved)
+        self._noted = []
 
     def _share_out(self, trainer: Trainer) -> None:
         """Give this process its share of the plan."""

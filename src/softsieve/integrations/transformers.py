@@ -72,7 +72,8 @@ class ASTrainerMixin(Trainer):
 
     With AS-Speed or skipping, training still goes on for ``num_train_epochs`` (or ``max_steps`` nominal steps), while
     ``state.global_step`` and the steps of logging, saving and evaluation count the fewer optimizer steps really made.
-    Checkpoints hold all it takes to go on in the middle of an epoch.
+    Checkpoints hold all it takes to go on in the middle of an epoch; of several processes, only what the first of them
+    saw of solved rows since the epoch began.
 
     Args:
         *args, **kwargs: those of the Trainer.
@@ -113,6 +114,8 @@ class ASTrainerMixin(Trainer):
         if options.skip is not None and self.args.train_sampling_strategy != "random":
             found = self.args.train_sampling_strategy
             raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {found!r}")
+        if options.skip is not None and self.accelerator.dispatch_batches:
+            raise InputError("dispatch_batches: expected False with skipping, for all processes ask the sampler")
 
     # The loss
 

@@ -27,7 +27,10 @@ INF = float("inf")
 
 
 class Outcome(NamedTuple):
-    """A loss and, from objectives that solve rows, which of them are solved (bool, shape of the leading dimensions)."""
+    """A loss and, from objectives that solve rows, which of them are (bool, shape of the leading dimensions).
+
+    A solved row has no loss and no gradient, and the right answer.
+    """
 
     loss: Tensor
     solved: Tensor | None = None
@@ -228,7 +231,10 @@ class MultiLabelSoftmax(Objective):
 
 @dataclass(kw_only=True)
 class MultiLabelASSoftmax(Objective):
-    """Multi-label AS-Softmax. ``delta`` may be changed while training. Logits above 0 are predicted."""
+    """Multi-label AS-Softmax. ``delta`` may be changed while training. Logits above 0 are predicted.
+
+    Labels can be a margin apart and yet on one side of 0: such a row has no gradient but is not solved.
+    """
 
     delta: float = 0.1
 
@@ -239,7 +245,8 @@ class MultiLabelASSoftmax(Objective):
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         rows = as_multilabel_loss(logits, target, delta=self.delta, reduction="none")
         loss = rows if self.reduction == "none" else rows.mean() if self.reduction == "mean" else rows.sum()
-        return Outcome(loss, rows.detach() == 0)
+        right = ((logits.detach() > 0) == (target != 0)).all(-1)
+        return Outcome(loss, (rows.detach() == 0) & right)
 
 
 SINGLE_LABEL: dict[str, type[Objective]] = {

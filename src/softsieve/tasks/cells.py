@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from softsieve.errors import InputError, first_line
+from softsieve.errors import InputError
 from softsieve.tasks.examples import MEDIA
-from softsieve.tasks.packages import package
 
 
 def input_cell(value: Any, kind: str, where: str, folder: Path) -> Any:
     """An input of that kind, as `Examples` has it; file names are those of files in the folder."""
     if kind in MEDIA:
-        return _media(value, kind, where, folder)
+        return _media(value, where, folder)
     if kind == "tokens":
         if not isinstance(value, list) or not value:
             raise InputError(f"{where}: expected a list of words, found {_shown(value)}")
@@ -59,28 +55,18 @@ def _string(value: Any, where: str) -> str:
     return value
 
 
-def _media(value: Any, kind: str, where: str, folder: Path) -> Any:
-    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the decoded image or sound."""
-    if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
-        return _decoded(io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"], kind, where)
+def _media(value: Any, where: str, folder: Path) -> Path | bytes:
+    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any."""
+    if isinstance(value, dict):
+        content, value = value.get("bytes"), value.get("path")
+        if content and isinstance(content, bytes):
+            return content
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"{where}: expected a file name, found {_shown(value)}")
     path = folder / value
     if not path.is_file():
         raise InputError(f"{where}: no such file {path}")
     return path
-
-
-def _decoded(file: Any, kind: str, where: str) -> Any:
-    library = package("PIL.Image" if kind == "image" else "soundfile", f"decoding {kind}")
-    try:
-        if kind == "image":
-            image = library.open(file)
-            return np.array(image.convert("L" if image.mode in ("1", "L") else "RGB"))
-        samples, rate = library.read(file, dtype="float32", always_2d=True)
-    except (OSError, ValueError, RuntimeError, SyntaxError) as error:  # SyntaxError: Pillow's word for a broken PNG
-        raise InputError(f"{where}: unreadable {kind} ({first_line(error)})") from None
-    return samples.mean(1), rate
 
 
 def _shown(value: Any) -> str:

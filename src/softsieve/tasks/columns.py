@@ -77,6 +77,8 @@ def _find_kind(table: Table, label: str, column: str | None) -> str:
         return "text"
     if media in table.media:
         return table.media[media]
+    if media.lower() in MEDIA and any(isinstance(value, dict) for value in table.columns[media]):
+        return media.lower()  # as Hugging Face stores them, in a file that does not declare it
     kinds = {media_kind(value) for value in table.columns[media]}
     return "text" if len(kinds) > 1 else kinds.pop() or "text"
 

@@ -260,7 +260,7 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
     else:
         library = package("soundfile", "reading sounds")
         try:
-            with library.SoundFile(value) as file:
+            with library.SoundFile(BytesIO(value) if isinstance(value, bytes) else value) as file:
                 rate = file.samplerate
                 sound = file.read(-(-longest * rate // SAMPLE_RATE), dtype="float32", always_2d=True).mean(1)
         except (OSError, RuntimeError, ValueError, TypeError) as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from softsieve.errors import InputError
+
 KINDS = ("text", "multilabel", "tokens", "image", "audio")
 MEDIA = {"image": (".png", ".jpg", ".jpeg", ".bmp", ".webp"), "audio": (".wav", ".flac", ".ogg", ".mp3")}
 PARTS = {"train": ("train",), "validation": ("validation", "valid", "dev", "val"), "test": ("test",)}  # and aliases
@@ -13,8 +15,8 @@ PARTS = {"train": ("train",), "validation": ("validation", "valid", "dev", "val"
 class Examples(NamedTuple):
     """One part of a data set; three lists of equal length.
 
-    Inputs by kind. text, multilabel: str; tokens: list[str] (words or characters); image: Path, bytes of an
-    encoded image, or uint8 array (H, W) or (H, W, 3); audio: Path or (float32 mono samples, rate).
+    Inputs by kind. text, multilabel: str; tokens: list[str] (words or characters); image: Path, bytes of such a file,
+    or uint8 array (H, W) or (H, W, 3); audio: Path, bytes of such a file, or (float32 mono samples, rate).
     Labels by kind. text, image, audio: str; multilabel: list[str], may be empty; tokens: list[str], one per word.
     """
 
@@ -55,6 +57,12 @@ class Wanted(NamedTuple):
     kind: str | None
     text_column: str | None
     label_column: str | None
+
+    def expect_no_columns(self, place: object) -> None:
+        """Refuse the name of a column where there are none."""
+        for name in ("text_column", "label_column"):
+            if getattr(self, name) is not None:
+                raise InputError(f"{name}: expected with a table, found with {place}, which has no named columns")
 
 
 class Part(NamedTuple):

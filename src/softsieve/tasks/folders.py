@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from softsieve.errors import InputError, listed
@@ -19,6 +20,7 @@ def read_file(path: Path, wanted: Wanted) -> Part:
         raise InputError(f"{path}: expected a file {expected}, found {''.join(path.suffixes[-2:]) or 'no extension'}")
     if wanted.kind not in (None, "tokens"):
         raise InputError(f"{path}: such a file holds tokens, a word and a tag a line, not {wanted.kind}")
+    wanted.expect_no_columns(path)
     return Part("tokens", read_conll(path))
 
 
@@ -51,6 +53,12 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
 
 
+def media_files(folder: Path, kinds: Collection[str]) -> list[Path]:
+    """The files of those kinds in a folder, but for hidden ones: macOS puts a ._1.png beside 1.png."""
+    inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return [path for path in inside if media_kind(path.name) in kinds]
+
+
 def _read_classes(folder: Path, wanted: Wanted) -> Part:
     """A folder that holds a folder of images or sounds per class."""
     if wanted.kind not in (None, *MEDIA):
@@ -60,12 +68,12 @@ def _read_classes(folder: Path, wanted: Wanted) -> Part:
         raise InputError(
             f"{folder}: expected a folder per class or a file train.csv (.tsv, .jsonl, ...), found neither"
         )
+    wanted.expect_no_columns(folder)
     kinds = tuple(MEDIA) if wanted.kind is None else (wanted.kind,)
     examples = Examples([], [], [])
     found: set[str | None] = set()
     for class_folder in classes:
-        inside = sorted(path for path in class_folder.iterdir() if path.is_file() and path.name[0] != ".")
-        files = [path for path in inside if media_kind(path.name) in kinds]
+        files = media_files(class_folder, kinds)
         if not files:
             expected = ", ".join(extension for kind in kinds for extension in MEDIA[kind])
             raise InputError(f"{class_folder}: expected files {expected}, found none")

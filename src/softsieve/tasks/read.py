@@ -11,9 +11,9 @@ import numpy as np
 from softsieve.errors import InputError, listed
 from softsieve.tasks.cells import input_cell
 from softsieve.tasks.columns import table_inputs
-from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, Part, Wanted, as_list, label_names, media_kind
+from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, Part, Wanted, as_list, label_names
 from softsieve.tasks.files import read_lines
-from softsieve.tasks.folders import read_file, read_folder
+from softsieve.tasks.folders import media_files, read_file, read_folder
 from softsieve.tasks.hub import is_saved, read_hub, read_saved
 from softsieve.tasks.tables import is_conll, is_table, read_conll, read_table
 
@@ -89,10 +89,12 @@ def read_inputs(
     """
     path, wanted = Path(source), Wanted(kind, text_column, label_column)
     if path.is_dir() and kind in MEDIA:
-        files = [file for file in sorted(path.iterdir()) if file.is_file() and media_kind(file.name) == kind]
+        files = media_files(path, (kind,))
         if files:
+            wanted.expect_no_columns(path)
             return Examples(files, [], [str(file) for file in files])
     if path.is_file() and is_conll(path):
+        wanted.expect_no_columns(path)
         return read_conll(path, tags=False) if kind == "tokens" else line_inputs(read_lines(path), kind, path.parent)
     if path.is_file() and is_table(path):
         return table_inputs(read_table(path), kind, wanted)

@@ -90,7 +90,7 @@ def _read_delimited(path: Path) -> Table:
     where: list[str] = []
     line = 1
     try:
-        header = next((row for row in reader if row), [])
+        header = [name.strip() for name in next((row for row in reader if row), [])]
         line = reader.line_num + 1
         for row in reader:
             if row and len(row) != len(header):

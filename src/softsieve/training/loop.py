@@ -192,9 +192,6 @@ class Trainer:
         loss, solved = self.objective(logits, batch.target)
         if solved is None:
             solved = torch.zeros_like(loss, dtype=torch.bool)
-        if batch.target.dtype == torch.bool:
-            # Flags may be a margin apart and yet on one side of 0, where they are told apart: not done with such a row.
-            solved = solved & (self.judge.decide(logits) == batch.target).all(-1)
         if loss.ndim > 1:  # a row of tokens is solved when all that count are
             solved = (solved | (batch.target == IGNORED)).all(-1)
             loss = loss.sum(-1)

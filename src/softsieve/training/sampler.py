@@ -37,8 +37,8 @@ class SolvedSampler(Sampler[int]):
         num_samples: rows of the data set.
         tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none.
         recheck: share of the solved rows that is always looked at again, in (0, 1].
-        screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 1: never.
-            A forward pass is about a third of a training pass.
+        screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 0: any, 1:
+            none. A forward pass is about a third of a training pass.
         seed: of the random order; the same on all ranks.
         num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
 
@@ -97,16 +97,16 @@ class SolvedSampler(Sampler[int]):
 
     @property
     def risk(self) -> Tensor:
-        """By streak, the share of rows not solved when looked at. Until there are looks: as one time fewer, or half."""
+        """By streak, the share of rows not solved when looked at. Before any looks: as one time fewer; half; all."""
         risk = torch.empty(LEVELS + 1, dtype=torch.float64)
         for level, (looks, failed) in enumerate(self._looks.T.tolist()):
-            expected = float(risk[level - 1]) if level > 1 else 0.5
+            expected = float(risk[level - 1]) if level > 1 else (1.0, 0.5)[level]  # what was never solved is not
             risk[level] = (failed + 2 * expected) / (looks + 2)  # Laplace's rule: two looks' worth of expectation
         return risk
 
     def worth_screening(self, indices: Tensor) -> Tensor:
         """Of which rows a look by itself is expected to save the training pass; bool, shape of ``indices``."""
-        return (1 - self.risk > self.screen_above)[self.streak[indices.cpu()].long()]
+        return (1 - self.risk >= self.screen_above)[self.streak[indices.cpu()].long()]
 
     def update(self, indices: Tensor, solved: Tensor) -> None:
         """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
