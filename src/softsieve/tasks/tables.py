@@ -127,7 +127,9 @@ def _read_jsonl(path: Path) -> Table:
 def _read_parquet(path: Path) -> Table:
     arrow, parquet = package("pyarrow", "a .parquet file"), package("pyarrow.parquet", "a .parquet file")
     try:
-        table = parquet.read_table(io.BytesIO(read_bytes(path)))
+        # Without threads, which some versions fail to end with the program.
+        source = parquet.ParquetFile(arrow.BufferReader(read_bytes(path)), pre_buffer=False)
+        table = source.read(use_threads=False)
         columns = {name: table.column(name).to_pylist() for name in table.column_names}
     except (arrow.ArrowException, OSError, KeyError) as error:
         raise InputError(f"{path}: not a parquet file ({first_line(error)})") from None
