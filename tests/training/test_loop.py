@@ -201,7 +201,8 @@ def test_skipping_nothing_is_the_plain_run() -> None:
 
 
 def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With everything looked at, whatever is trained was not solved a moment before."""
+    """With everything looked at in one block, whatever is trained was not solved when the epoch began."""
+    monkeypatch.setattr("softsieve.training.loop.FRESH", 1)
     made = trainer(points(100, noise=0.1), epochs=6, skip="solved", tolerance=0.0, screen_above=0.0)
     model, epochs, waiting = made.model, [-1], []
     step = made._take_step
@@ -224,6 +225,23 @@ def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.Monk
     assert 0 < min(waiting) < 50
     assert result.screened == 6 * 100
     assert result.trained == sum(waiting)
+
+
+def test_looks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look is made more than a sixteenth of the data, or a batch, ahead of training."""
+    made = trainer(points(400, noise=0.1), epochs=3, skip="solved", tolerance=0.0, screen_above=0.0)
+    sizes = []
+    screen = made._screen
+
+    def watched(rows: Tensor) -> Tensor:
+        sizes.append(len(rows))
+        assert len(made.queue) < made.settings.batch_size
+        return screen(rows)
+
+    monkeypatch.setattr(made, "_screen", watched)
+    made.fit()
+    assert max(sizes) == 400 // 16
+    assert sum(sizes) == 3 * 400
 
 
 def test_looks_leave_no_trace() -> None:

@@ -29,7 +29,8 @@ from softsieve.training.settings import Settings
 from softsieve.training.standing import restore, save
 
 IGNORED = -100  # label of positions that do not count
-BLOCK = 4  # batches of rows that are looked at in one go: fewer wait for the device more often, more are out of date
+FRESH = 16  # an epoch is looked at in at least so many blocks: what a look showed does not stay true for long
+BLOCK = 4  # batches of rows that a block has at most
 
 
 class Judge(Protocol):
@@ -314,7 +315,10 @@ class Trainer:
 
     def _fill_queue(self, size: int) -> None:
         plan = self.sampler.plan
-        block = BLOCK * self.settings.eval_batch_size * self.ranks if self.settings.skip == "solved" else len(plan)
+        block = len(plan)
+        if self.settings.skip == "solved":
+            most = BLOCK * self.settings.eval_batch_size * self.ranks
+            block = max(self.settings.batch_size * self.ranks, min(most, len(self.train) // FRESH))
         while len(self.queue) < size and self.position < len(plan):
             rows = plan[self.position : self.position + block]
             self.position += len(rows)
