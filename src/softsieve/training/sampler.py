@@ -35,8 +35,8 @@ class SolvedSampler(Sampler[int]):
 
     Args:
         num_samples: rows of the data set.
-        tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A target,
-            not a bound: the rates are an epoch old, and simulations went up to half above it.
+        tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A
+            target, not a bound: the rates are an epoch old, and simulations went up to half above it.
         recheck: share of the solved rows that is always looked at again, in (0, 1].
         screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 0: any, 1:
             none. A forward pass is about a third of a training pass.
