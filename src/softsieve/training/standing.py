@@ -85,6 +85,9 @@ def restore(trainer: Trainer, folder: Path) -> None:
         # Not strict: a weight that never had a gradient has no state.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=trainer.sharded, strict=False)
         set_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, template, options=options)
+        for group in trainer.optimizer.param_groups:  # torch brings scalars to the CPU, where a graph sees no change
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].to(trainer.device)
         trainer.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
         trainer.speed.load_state_dict(state["speed"])
         if state["delta"] is not None:
