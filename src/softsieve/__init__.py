@@ -2,8 +2,10 @@
 
 Training: AS-Softmax losses, in which a class that the target already beats by a margin has exactly zero gradient, and
 what to do with the time that saves: `ASSpeed` and `SolvedSampler`.
+Inference: `AdaptiveSoftmax`, the largest softmax values of a linear head from a part of its weight.
 """
 
+from softsieve.heads import AdaptiveSoftmax, TopK
 from softsieve.losses import (
     ASCrossEntropyLoss,
     ASMultiLabelLoss,
@@ -20,8 +22,10 @@ __all__ = [
     "ASMultiLabelLoss",
     "ASSpeed",
     "ASStats",
+    "AdaptiveSoftmax",
     "DeltaSchedule",
     "SolvedSampler",
+    "TopK",
     "as_cross_entropy",
     "as_keep_mask",
     "as_multilabel_loss",

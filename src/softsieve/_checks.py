@@ -27,6 +27,14 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
     return found
 
 
+def open_unit(name: str, value: object) -> float:
+    """``value`` as a float, refused unless it is a number strictly between 0 and 1."""
+    found = number(name, value)
+    if not 0 < found < 1:
+        raise ValueError(f"{name}: expected a number between 0 and 1, both excluded, found {found:g}")
+    return found
+
+
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
@@ -92,3 +100,42 @@ def weight(value: Tensor | None, like: Tensor) -> None:
 def same_device(name: str, value: Tensor, like: Tensor) -> None:
     if value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, where the logits are, found {value.device}")
+
+
+# -- linear heads --------------------------------------------------------------------------------------------------------
+
+
+def _finite_floats(name: str, value: Tensor, shape: str) -> None:
+    _plain_tensor(name, value)
+    if value.dtype not in _FLOATING:
+        raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
+    if value.numel() == 0:
+        raise ValueError(f"{name}: expected a non-empty tensor {shape}, found shape {tuple(value.shape)}")
+    # One number says it, without a temporary of the size of the tensor.
+    if not bool(value.sum(dtype=torch.float64).isfinite()) and not bool(value.isfinite().all()):
+        raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
+
+
+def matrix(name: str, value: Tensor) -> None:
+    """Refuse what is not a finite floating-point matrix (n, d)."""
+    _finite_floats(name, value, "(n, d)")
+    if value.ndim != 2:
+        raise ValueError(f"{name}: expected a matrix (n, d), found shape {tuple(value.shape)}")
+
+
+def vector(name: str, value: Tensor, like: Tensor) -> None:
+    """Refuse what is not a finite number for each row of the weight ``like``."""
+    _finite_floats(name, value, "(n,)")
+    if value.shape != like.shape[:1]:
+        raise ValueError(f"{name}: expected shape ({len(like)},), one a row, found {tuple(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, where the weight is, found {value.device}")
+
+
+def queries(name: str, value: Tensor, like: Tensor) -> None:
+    """Refuse what are not finite queries (..., d) for the weight ``like``."""
+    _finite_floats(name, value, "(..., d)")
+    if value.ndim == 0 or value.shape[-1] != like.shape[1]:
+        raise ValueError(f"{name}: expected shape (..., {like.shape[1]}), found {tuple(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, where the weight is, found {value.device}")

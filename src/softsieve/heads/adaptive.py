@@ -1,0 +1,249 @@
+"""`AdaptiveSoftmax`: the largest softmax values of a linear head without reading all of its weight."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softsieve import _checks
+from softsieve.errors import InputError
+from softsieve.heads import calibration, coordinates, index_file
+from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
+from softsieve.heads.calibration import Calibration
+from softsieve.heads.hadamard import padded, random_signs, rotate
+from softsieve.heads.reader import Reader
+from softsieve.heads.results import LogPartition, TopK
+
+METHODS = ("auto", "exact", "coordinates")
+GUARANTEES = ("calibrated", "pac")
+
+
+class AdaptiveSoftmax:
+    """The top k softmax values of ``beta * (weight @ x + bias)`` from a part of the weight.
+
+    Defined by the exact answer, which it gives up to ``eps`` with probability at least ``1 - delta``::
+
+        logits = beta * (weight @ x + bias)
+        probs, indices = logits.softmax(-1).topk(k)
+
+    that is: the rows returned have the k largest logits (of tied rows any), and ``|p_hat - p| <= eps * p`` for each.
+
+    Args:
+        weight: kept as it is, without a copy. (n, d).
+        bias: (n,).
+        eps, delta: what is guaranteed, both in (0, 1).
+        beta: inverse temperature.
+        method: ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax Approximation` (NeurIPS 2024)
+            for any k: entries are read in a weighted random order until intervals decide. ``"exact"`` reads everything.
+            ``"auto"`` takes what is faster in time, which is ``"exact"``.
+        guarantee: what the intervals of ``"coordinates"`` rest on.
+            ``"pac"``: nothing fitted. With ``noise`` sub-Gaussian intervals that hold if ``noise`` is true; without,
+            Bernstein intervals from bounds computed from weight and query, which hold for every weight and query.
+            ``"calibrated"``: widths are conformal quantiles over sample queries (`calibrate`). They hold for queries
+            exchangeable with these, on average over sample and query, and promise nothing about others.
+        noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its distance
+            from its mean is sub-Gaussian with this variance.
+        read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they are
+            estimates, and what is read need not grow with d.
+        rotate: whether a randomized Hadamard rotation comes first: two copies of the weight more, filled up to a power of
+            two, in which no coordinate stands out.
+        seed: of the signs of the rotation.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot be, naming them, what was expected and what was found.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> weight = torch.randn(1000, 4096) / 64
+        >>> x = weight[7] * 64 * 0.2
+        >>> head = AdaptiveSoftmax(weight, method="coordinates", guarantee="pac")
+        >>> answer = head.topk(x, generator=torch.Generator().manual_seed(0))
+        >>> answer.indices.tolist(), answer.exact.item(), (weight @ x).argmax().item()
+        ([7], False, 7)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        eps: float = 0.3,
+        delta: float = 0.01,
+        beta: float = 1.0,
+        method: str = "auto",
+        guarantee: str = "calibrated",
+        noise: float | None = None,
+        read_chosen: bool = True,
+        rotate: bool = False,
+        seed: int = 0,
+    ) -> None:
+        _checks.matrix("weight", weight)
+        if bias is not None:
+            _checks.vector("bias", bias, weight)
+        _checks.choice("method", method, METHODS)
+        _checks.choice("guarantee", guarantee, GUARANTEES)
+        for name, flag in {"read_chosen": read_chosen, "rotate": rotate}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected a bool, found {type(flag).__name__}")
+        _checks.whole_number("seed", seed, -(2**63), 2**63 - 1)
+        if noise is not None and guarantee != "pac":
+            raise ValueError("noise: expected None, because a calibrated guarantee declares nothing, found a number")
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.eps, self.delta = _checks.open_unit("eps", eps), _checks.open_unit("delta", delta)
+        self.beta = _checks.number("beta", beta, -1e30, 1e30)
+        self.method, self.guarantee = method, guarantee
+        self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e300)
+        self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
+        self.calibration: Calibration | None = None
+        self._plain = self._reader = Reader(self.weight)
+        self._bounds: Bounds | None = None
+        if rotate:
+            generator = torch.Generator().manual_seed(seed)
+            self._signs = random_signs(padded(weight.shape[1]), generator=generator).to(weight.device)
+            self._reader = Reader(self._turn(self.weight))
+
+    def __repr__(self) -> str:
+        n, d = self.weight.shape
+        return (
+            f"{type(self).__name__}({n} x {d}, eps={self.eps:g}, delta={self.delta:g}, method={self.method!r}, "
+            f"guarantee={self.guarantee!r})"
+        )
+
+    # -- asking ---------------------------------------------------------------------------------------------------------
+
+    def topk(self, x: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> TopK:
+        """The k largest softmax values of every query.
+
+        Args:
+            x: queries, (..., d), of any floating-point dtype.
+            k: how many, 1 to n.
+            generator: of the random order of the coordinates; the global one unless given.
+
+        Raises:
+            TypeError, ValueError: for a query that cannot be, or a k out of range.
+            RuntimeError: when ``guarantee="calibrated"`` and `calibrate` was not called.
+        """
+        queries = self._queries("x", x)
+        _checks.whole_number("k", k, 1, len(self.weight))
+        return TopK(*_shaped(self._solve(queries, k, generator), x.shape[:-1]))
+
+    def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
+        """The logarithm of ``sum_i exp(logits_i)``, whose sum is within ``eps`` of the true one, relatively.
+
+        Sums of exponentials other than a softmax's are products, too: `softsieve.experiments.density` estimates a kernel
+        density with it.
+        """
+        queries = self._queries("x", x)
+        answer = self._solve(queries, 0, generator)
+        return LogPartition(*_shaped(answer[3:], x.shape[:-1]))
+
+    def calibrate(self, queries: Tensor, *, generator: torch.Generator | None = None) -> Calibration:
+        """Fit the intervals of ``guarantee="calibrated"`` on sample queries (N, d), replacing earlier ones.
+
+        Warns when there are too few for ``delta``: then nothing can be promised from a part, and everything is read.
+        """
+        if self.guarantee != "calibrated" or self.method != "coordinates":
+            raise ValueError(
+                "calibrate: expected method='coordinates' and guarantee='calibrated', "
+                f"found {self.method!r} and {self.guarantee!r}"
+            )
+        sample = self._queries("queries", queries)
+        fewest = calibration.needed(self.delta)
+        if len(sample) < fewest:
+            warnings.warn(
+                f"queries: {len(sample)} are too few for delta {self.delta:g}, which takes {fewest}: every answer will be "
+                "exact",
+                stacklevel=2,
+            )
+        found = calibration.calibrate(
+            self._reader, self._plain, sample, self._turn(sample), self.delta, generator=generator
+        )
+        self.calibration, self._bounds = found, Calibrated(self._reader, found.scale)
+        return found
+
+    # -- answering ------------------------------------------------------------------------------------------------------
+
+    def _queries(self, name: str, x: Tensor) -> Tensor:
+        """Checked, times beta, (batch, d)."""
+        _checks.queries(name, x, self.weight)
+        return x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype) * self.beta
+
+    def _turn(self, rows: Tensor) -> Tensor:
+        return rotate(rows.to(self._plain.dtype), self._signs) if self.rotate else rows
+
+    def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
+        bias = None if self.bias is None else self.bias.to(queries.dtype) * self.beta
+        problem = coordinates.Problem(
+            self._reader, self._plain, queries, queries, bias, k, self.eps, self.read_chosen
+        )
+        if self.method != "coordinates":
+            return coordinates.solve(problem, coordinates.NoRounds(), generator)
+        return coordinates.solve(problem._replace(turned=self._turn(queries)), self._made_bounds(), generator)
+
+    def _made_bounds(self) -> Bounds:
+        if self._bounds is None:
+            if self.guarantee == "calibrated":
+                raise RuntimeError("not calibrated: call calibrate(queries) first, or ask for guarantee='pac'")
+            if self.noise is None:
+                self._bounds = Computed(self._reader, self.delta)
+            else:
+                self._bounds = Declared(self._reader, self.noise, self.delta)
+        return self._bounds
+
+    # -- files ----------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to one safetensors file, all or nothing.
+
+        Raises:
+            InputError: when it cannot be written; what was there stays.
+        """
+        tensors = {"weight": self.weight}
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
+        if self.calibration is not None:
+            tensors["calibration.scale"] = self.calibration.scale
+            settings["calibration"] = {"queries": self.calibration.queries, "delta": self.calibration.delta}
+        index_file.write(Path(path), tensors, settings)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AdaptiveSoftmax:
+        """Read what `save` wrote. Executes nothing.
+
+        Raises:
+            InputError: for a file that cannot be read, is truncated, or is not a saved head.
+        """
+        tensors, settings = index_file.read(Path(path))
+        try:
+            if (unknown := settings.keys() - {*_SETTINGS, "calibration"}) or tensors.keys() - _TENSORS:
+                raise ValueError(f"unexpected content {sorted({*unknown, *(tensors.keys() - _TENSORS)})}")
+            head = cls(tensors["weight"], tensors.get("bias"), **{name: settings[name] for name in _SETTINGS})
+            if "calibration.scale" in tensors:
+                head._restore(tensors["calibration.scale"], settings["calibration"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: broken: {error}") from error
+        return head
+
+    def _restore(self, scale: Tensor, made: dict[str, Any]) -> None:
+        bounds = Calibrated(self._reader, scale)
+        if scale.shape != (bounds.count,) or bool((scale.isnan() | (scale < 0)).any()):
+            raise ValueError(f"calibration.scale: expected {bounds.count} numbers, found {tuple(scale.shape)}")
+        _checks.whole_number("calibration.queries", made["queries"], 1, 2**63 - 1)
+        if made["delta"] != self.delta or self.guarantee != "calibrated":
+            raise ValueError("calibration: made for another guarantee")
+        self.calibration, self._bounds = Calibration(scale, made["queries"], self.delta), bounds
+
+
+_SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
+_TENSORS = {"weight", "bias", "calibration.scale"}
+
+
+def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:
+    """Fields of a batch in the shape of the queries."""
+    return [value.reshape(*leading, *value.shape[1:]) for value in found]

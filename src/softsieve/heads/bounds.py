@@ -1,0 +1,209 @@
+"""How far an estimate can be from the truth, for all rows and rounds at once with probability 1 - delta.
+
+A round reads a prefix of a random order of the coordinates. Three kinds of rounds, one for each thing that may be known:
+
+- `Declared`: the caller declares the variance of the noise of a pull, as in the paper. Sub-Gaussian intervals.
+- `Computed`: nothing is declared; Bernstein's inequality with bounds computed from the weight and the query.
+- `Calibrated`: sample queries were measured (`calibration`); their quantile times a predicted deviation.
+
+Only these make intervals. Everything after them (`coordinates`) is arithmetic that holds whenever all intervals do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from softsieve.heads.estimators import arrivals, inclusion, prefix
+from softsieve.heads.reader import Reader
+
+# Half an interval for pairs of a query and a row (anything that broadcasts), given the sum of squares where asked for.
+Half = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Round(NamedTuple):
+    """Coordinates to read for every query, and what they tell."""
+
+    index: Tensor  # (batch, m)
+    factor: Tensor  # (batch, m): the estimate is sum factor_m A[i, index_m]; 0 where a query has fewer than m
+    square: Tensor | None  # (batch, m): the variance estimate is sum square_m A[i, index_m]^2
+    half: Half
+
+
+class Bounds(Protocol):
+    """Makes the rounds of a call."""
+
+    def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        """Rounds for the queries (batch, d), each reading about twice as much as the one before."""
+
+
+def sizes(d: int, first: int) -> list[int]:
+    """Lengths of the prefixes: doubling, up to half of all coordinates. Beyond that, all are read."""
+    found = []
+    while first <= d // 2:
+        found.append(first)
+        first *= 2
+    return found
+
+
+def log_term(n: int, d: int, delta: float) -> float:
+    """``ln(6 n ln(d) / delta)``: three events for each of n rows in up to 2 ln(d) rounds, delta in all."""
+    return math.log(6 * n * math.log(max(d, 3)) / delta)
+
+
+def most_rounds(d: int) -> int:
+    """For which `log_term` pays."""
+    return int(2 * math.log(max(d, 3)))
+
+
+class Declared:
+    """Uniform order without replacement, noise declared.
+
+    A pull of row i is ``d A_ij x_j`` for a coordinate j drawn uniformly. If its distance from the mean is sub-Gaussian with
+    the declared variance, so is the mean of m pulls with variance / m, with replacement and, by Hoeffding's comparison,
+    without. Union over rows and rounds.
+    """
+
+    def __init__(self, reader: Reader, noise: float, delta: float) -> None:
+        self.reader, self.noise = reader, noise
+        self.log_term = log_term(reader.rows, reader.size, delta)
+
+    def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        d = x.shape[-1]
+        order = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64).argsort(-1)
+        for size in sizes(d, 4)[: most_rounds(d)]:
+            index = order[:, :size]
+            width = x.new_tensor(math.sqrt(2 * self.noise / size * self.log_term))
+            yield Round(index, x.gather(-1, index) * (d / size), None, lambda *_, width=width: width)
+
+
+class Computed:
+    """Weighted order without replacement, nothing declared.
+
+    By a time fixed before, each coordinate has arrived with probability ``pi_j``, independently. So the error
+    ``sum_j A_ij x_j (I_j / pi_j - 1)`` of the Horvitz-Thompson estimate is a sum of independent centred terms: with
+    variance ``V`` and terms of at most ``B``, Bernstein's inequality gives ``sqrt(2 V L) + B L / 3`` at probability
+    ``2 exp(-L)``. V and B are bounded before anything is read, by row norms and by ``rho_i = max_j |A_ij| / s_j`` (``s_j``
+    the column sums that make the weights ``w_j = |x_j| s_j``). Where single entries are read, V is also bounded by its own
+    estimate ``V'``: a sum of independent non-negative terms of at most ``b``, so ``sqrt(V) <= sqrt(b L / 2) +
+    sqrt(V' + b L / 2)`` but with probability ``exp(-L)`` (Maurer and Pontil's argument). Union over rows and rounds.
+    """
+
+    def __init__(self, reader: Reader, delta: float) -> None:
+        self.reader = reader
+        self.log_term = log_term(reader.rows, reader.size, delta)
+        # A little upwards, so that rounding does not shrink an interval.
+        up = 1 + 1e-5
+        self.column_sums = column_sums(reader.weight)
+        self.norm = norms(reader.weight) * up
+        self.largest = _by_rows(reader.weight, lambda part: part.abs().amax(-1)) * up
+        inverse = torch.where(self.column_sums > 0, 1 / self.column_sums, 0.0)
+        self.rho = _by_rows(reader.weight, lambda part: (part.abs() * inverse).amax(-1)) * up
+
+    def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        weights = x.double().abs() * self.column_sums
+        total, present = weights.sum(-1, keepdim=True), (weights > 0).sum(-1)
+        arrived, order = arrivals(weights, generator=generator).sort(-1)
+        for number in range(most_rounds(x.shape[-1])):
+            # By this time 4, 8, 16 ... have arrived at most on average, fewer the more the weights differ.
+            time = torch.where(total > 0, 4 * 2**number / total.clamp_min(1e-300), 0.0)
+            pi = inclusion(weights, time).clamp_min(1e-200)
+            if number and bool((pi.where(weights > 0, 0.0).sum(-1) > present / 2).all()):
+                return
+            yield self._round(x, weights, pi, order, (arrived <= time).sum(-1))
+
+    def _round(self, x: Tensor, weights: Tensor, pi: Tensor, order: Tensor, length: Tensor) -> Round:
+        spread = (1 - pi) / pi  # variance of I / pi
+        index = order[:, : max(1, int(length.max()))]
+        there = torch.arange(index.shape[1], device=x.device) < length[:, None]
+        chance, read = pi.gather(-1, index), x.double().gather(-1, index)
+        factor = torch.where(there, read / chance, 0.0).to(x.dtype)
+        square = torch.where(there, read.square() * (1 - chance) / chance.square(), 0.0).to(x.dtype)
+        # Largest terms of the three sums over w_j and over x_j, as far as they do not depend on the row.
+        value = x.double().abs()
+        step = torch.where(pi < 1, spread.clamp_min(1.0), 0.0)
+        by_weight = ((weights.square() * spread).sum(-1), (weights * step).amax(-1), (weights.square() * spread / pi).amax(-1))
+        by_value = ((value.square() * spread).amax(-1), (value * step).amax(-1), (value.square() * spread / pi).amax(-1))
+        parts = tuple(part.to(x.dtype) for part in (*by_weight, *by_value))
+        return Round(index, factor, square, lambda q, i, v: self._half(parts, q, i, v))
+
+    def _half(self, parts: tuple[Tensor, ...], query: Tensor, row: Tensor, estimated: Tensor | None) -> Tensor:
+        rho, norm, largest = self.rho[row], self.norm[row], self.largest[row]
+        vw, bw, ew, vx, bx, ex = (part[query] for part in parts)
+        deviation = torch.minimum(rho * vw.sqrt(), norm * vx.sqrt())
+        bound = torch.minimum(rho * bw, largest * bx)
+        if estimated is not None:
+            most = torch.minimum(rho.square() * ew, largest.square() * ex) * (self.log_term / 2)
+            deviation = torch.minimum(deviation, most.sqrt() + (estimated + most).sqrt())
+        return deviation * math.sqrt(2 * self.log_term) + bound * (self.log_term / 3)
+
+
+class Calibrated:
+    """Weighted order without replacement, widths from sample queries.
+
+    Half an interval is ``scale[round] * s_i``, where ``s_i = |A_i| sqrt(sum_j a_j x_j^2 (1 - pi_j) / pi_j)`` predicts the
+    deviation (``a_j`` the share of column j in the squares of the weight), and ``scale`` is a conformal quantile of what
+    the error came to in these units. No assumption on weight, query or prediction; the query must be exchangeable with
+    the sample queries.
+    """
+
+    first = 16  # coordinates of the shortest prefix
+
+    def __init__(self, reader: Reader, scale: Tensor | None = None) -> None:
+        self.reader, self.scale = reader, scale
+        self.column_sums = column_sums(reader.weight)
+        self.norm = norms(reader.weight)
+
+    @property
+    def count(self) -> int:
+        """Rounds that a call has at most."""
+        return len(sizes(self.reader.size, self.first))
+
+    @cached_property
+    def shares(self) -> Tensor:
+        squares = sum(part.double().square().sum(0) for part in _parts(self.reader.weight))
+        return torch.as_tensor(squares / self.norm.double().square().sum().clamp_min(1e-300))
+
+    def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        for number, (index, factor, deviation) in enumerate(self.prefixes(x, generator)):
+            if self.scale is None:
+                raise RuntimeError("not calibrated")
+            wide = deviation * self.scale[number].to(deviation)
+            yield Round(index, factor, None, lambda q, i, _, wide=wide: wide[q] * self.norm[i])
+
+    def prefixes(self, x: Tensor, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Coordinates, factors and the predicted deviation (batch,) of a row of norm 1, round by round."""
+        weights = x.double().abs() * self.column_sums
+        arrived = arrivals(weights, generator=generator)
+        order = arrived.argsort(-1)
+        squares = self.shares * x.double().square()
+        for size in sizes(x.shape[-1], self.first):
+            index = order[:, :size]
+            pi = prefix(weights, arrived, order, size)
+            deviation = (squares * (1 - pi) / pi).sum(-1).sqrt()
+            factor = x.double().gather(-1, index) / pi.gather(-1, index)
+            yield index, factor.to(x.dtype), deviation.to(x.dtype)
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.split(max(1, (1 << 24) // weight.shape[1]))
+
+
+def _by_rows(weight: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.cat([function(part.to(wide)) for part in _parts(weight)]).to(wide)
+
+
+def norms(weight: Tensor) -> Tensor:
+    """Euclidean norms of the rows."""
+    return _by_rows(weight, lambda part: torch.linalg.vector_norm(part, dim=-1))
+
+
+def column_sums(weight: Tensor) -> Tensor:
+    """``sum_i |A_ij|``, which sampling is weighted by; float64."""
+    return torch.stack([part.abs().sum(0, dtype=torch.float64) for part in _parts(weight)]).sum(0)

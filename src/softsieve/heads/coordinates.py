@@ -1,0 +1,231 @@
+"""The algorithm of the paper for any k: read prefixes of a random order until intervals decide, the rest in full.
+
+All that is left to chance are the intervals of `bounds`. While they hold, a row whose upper end is below the k-th largest
+lower end is not among the top k, and every probability lies between its least and its greatest value over the intervals.
+So one probability delta serves best arms and normaliser alike, and no constant stands between an interval and an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from softsieve.heads.bounds import Bounds, Round
+from softsieve.heads.reader import Reader
+
+MANY_ROWS = 1024  # from so many on, reading more than is wanted may be the faster way:
+FEW = 1 / 16  # whole columns, when more than this share of the rows is wanted
+HALF = 1 / 3  # the whole weight, when more than this share is to be read in full
+AT_ONCE = 1 << 24  # queries times rows that are worked on together
+
+
+class Problem(NamedTuple):
+    """Queries and what they are asked of."""
+
+    reader: Reader  # of the weight that prefixes are read from, rotated or not
+    plain: Reader  # of the weight as it is, for rows read in full
+    x: Tensor  # (batch, d)
+    turned: Tensor  # the queries as they belong to `reader`
+    bias: Tensor | None  # (n,)
+    k: int  # 0: the normaliser alone
+    eps: float
+    read_chosen: bool  # read the chosen rows in full, so that their logits are exact
+
+
+class Answer(NamedTuple):
+    """Fields of `TopK` for a batch of queries."""
+
+    indices: Tensor
+    probs: Tensor
+    logits: Tensor
+    log_z: Tensor
+    log_z_interval: Tensor
+    coordinates: Tensor
+    bytes_read: Tensor
+    exact: Tensor
+
+
+class NoRounds:
+    """Reads nothing by prefixes, hence everything in full: the exact answer."""
+
+    def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        return iter(())
+
+
+def solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -> Answer:
+    """Answer all queries, so many at a time that memory stays small."""
+    step = max(1, AT_ONCE // problem.plain.rows)
+    parts = [
+        _solve(problem._replace(x=x, turned=turned), bounds, generator)
+        for x, turned in zip(problem.x.split(step), problem.turned.split(step), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else Answer(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -> Answer:
+    state = _State(problem)
+    wanted = torch.ones_like(state.full)
+    for number, round in enumerate(bounds.rounds(problem.turned, generator)):
+        if number and problem.plain.rows >= MANY_ROWS and not _worthwhile(state, round, wanted):
+            continue
+        state.look(round, wanted)
+        wanted = _settle(state)
+        if not bool(wanted.any()):
+            break
+    while bool(wanted.any()):
+        state.read(wanted)
+        wanted = _settle(state)
+    return _answer(state)
+
+
+def _worthwhile(state: _State, round: Round, wanted: Tensor) -> bool:
+    """Whether a round would settle half of the wanted rows, if its estimates were those that we have.
+
+    A matter of time alone: a round that is left out costs nothing, and takes nothing from what the others promise.
+    """
+    here = wanted.any(-1).nonzero()[:, 0]
+    some = _some(here, wanted)
+    low, high = state.low[some], state.high[some]
+    half = round.half(here[:, None], torch.arange(low.shape[1], device=here.device), None)
+    middle = (low + high) / 2
+    problem = state.problem._replace(read_chosen=False)
+    left, _ = _unsettled(
+        problem, torch.maximum(low, middle - half), torch.minimum(high, middle + half), state.full[some]
+    )
+    return 2 * int(left.sum()) < int(wanted.sum())
+
+
+def _some(here: Tensor, of: Tensor) -> Tensor | slice:
+    """The queries ``here``, as a slice when they are all: that copies nothing."""
+    return slice(None) if len(here) == len(of) else here
+
+
+class _State:
+    """What is known of the logits of a batch: an interval for each, and what was read for it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        shape = (len(problem.x), problem.plain.rows)
+        self.low = problem.x.new_full(shape, -torch.inf)
+        self.high = problem.x.new_full(shape, torch.inf)
+        self.depth = torch.zeros(shape, dtype=torch.int32, device=problem.x.device)  # of the longest prefix
+        self.full = torch.zeros_like(self.depth, dtype=torch.bool)  # rows read in full: both ends are the logit
+        self.bytes = torch.zeros(shape[:1], dtype=torch.int64, device=problem.x.device)
+        self.bias = problem.x.new_zeros(shape[1]) if problem.bias is None else problem.bias
+
+    def look(self, round: Round, wanted: Tensor) -> None:
+        """Read a prefix for the wanted rows, or for all rows of a query."""
+        reader, size = self.problem.reader, round.index.shape[1]
+        here = wanted.any(-1).nonzero()[:, 0]
+        if reader.rows >= MANY_ROWS and int(wanted.sum()) > FEW * len(here) * reader.rows:
+            some = _some(here, wanted)
+            value = reader.columns(round.index[some], round.factor[some]) + self.bias
+            half = round.half(here[:, None], torch.arange(reader.rows, device=here.device), None)
+            self._narrow((some,), value, half.where(~self.full[some], torch.inf), size)
+            self.bytes[some] += size * reader.rows * reader.column_bytes
+        else:
+            query, row = wanted.nonzero(as_tuple=True)
+            value, squares = reader.entries(query, row, round.index, round.factor, round.square)
+            self._narrow((query, row), value + self.bias[row], round.half(query, row, squares), size)
+            self.bytes += wanted.sum(-1) * (size * reader.row_bytes)
+
+    def _narrow(self, at: tuple[Tensor | slice, ...], value: Tensor, half: Tensor, size: int) -> None:
+        self.low[at] = torch.maximum(self.low[at], value - half)
+        self.high[at] = torch.minimum(self.high[at], value + half)
+        self.depth[at] = self.depth[at].clamp_min(size)
+
+    def read(self, wanted: Tensor) -> None:
+        """Read the wanted rows in full, or all rows of a query."""
+        plain, x = self.problem.plain, self.problem.x
+        many = wanted.sum(-1) > (HALF * plain.rows if plain.rows >= MANY_ROWS else plain.rows)
+        here = many.nonzero()[:, 0]
+        if len(here):
+            some = _some(here, wanted)
+            self.low[some] = self.high[some] = plain.full(x[some]) + self.bias
+            self.full[some] = True
+            self.bytes[some] += plain.rows * plain.size * plain.row_bytes
+        query, row = (wanted & ~many[:, None]).nonzero(as_tuple=True)
+        if len(query):
+            self.low[query, row] = self.high[query, row] = plain.pairs(query, row, x) + self.bias[row]
+            self.full[query, row] = True
+            self.bytes += torch.bincount(query, minlength=len(x)) * (plain.size * plain.row_bytes)
+
+
+def _settle(state: _State) -> Tensor:
+    """Read the chosen rows in full where that is asked for, and say which rows must be read further, (batch, n)."""
+    while True:
+        wanted, chosen = _unsettled(state.problem, state.low, state.high, state.full)
+        if not bool(chosen.any()):
+            return wanted
+        state.read(chosen)
+
+
+def _unsettled(problem: Problem, low: Tensor, high: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that must be read further, and chosen rows that are to be read in full first; (batch, n) each."""
+    k, eps = problem.k, problem.eps
+    wanted = torch.zeros_like(full)
+    chosen = torch.zeros_like(full)
+    if k:
+        best, index = low.topk(k, dim=-1)
+        candidates = high >= best[:, -1:]
+        wanted = candidates & ~full & (candidates.sum(-1, keepdim=True) > k)
+        decided = ~wanted.any(-1, keepdim=True)  # also when too many are left that are tied: any of them will do
+        chosen = torch.zeros_like(full).scatter_(1, index, True) & decided & ~full
+        if problem.read_chosen and bool(chosen.any()):
+            return wanted, chosen
+    low, high, _ = _masses(low, high)
+    least, greatest = _sums(low, high)
+    settled = _close(*(_probabilities(low, high, index) if k else (least, greatest)), eps).all(-1, keepdim=True)
+    # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of the
+    # sum does not help.
+    doubtful = (high - low > least * (eps / (2 * full.shape[1]))) | chosen
+    return wanted | (doubtful & ~settled & ~full), torch.zeros_like(chosen)
+
+
+def _close(least: Tensor, greatest: Tensor, eps: float) -> Tensor:
+    """Whether some number is within eps of all between them."""
+    return greatest - least <= eps * (greatest + least)
+
+
+def _masses(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials of both ends, over that of the greatest upper end (batch, 1)."""
+    shift = high.amax(-1, keepdim=True)
+    # What is below e^-80 of the greatest counts as that: less slows processors down, and it is far from deciding anything.
+    return (low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift
+
+
+def _sums(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    return low.sum(-1, keepdim=True, dtype=torch.float64), high.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _probabilities(low: Tensor, high: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest probability of the chosen rows (batch, k) over all logits in their intervals."""
+    least, greatest = _sums(low, high)
+    own_low, own_high = low.gather(-1, chosen).double(), high.gather(-1, chosen).double()
+    return own_low / (own_low + (greatest - own_high)), own_high / (own_high + (least - own_low))
+
+
+def _answer(state: _State) -> Answer:
+    problem, dtype = state.problem, state.low.dtype
+    low, high, shift = _masses(state.low, state.high)
+    sums = torch.cat(_sums(low, high), -1)
+    index = state.low.topk(problem.k, dim=-1).indices
+    logits = (state.low.gather(-1, index) + state.high.gather(-1, index)) / 2
+    logits, order = logits.sort(-1, descending=True)
+    index = index.gather(-1, order)
+    least, greatest = _probabilities(low, high, index)
+    plain, reader = problem.plain, problem.reader
+    kept = state.depth if reader is not plain else torch.where(state.full, 0, state.depth)  # rotated entries are others
+    return Answer(
+        index,
+        (2 * least * greatest / (least + greatest)).to(dtype),
+        logits,
+        (sums.mean(-1).log() + shift[:, 0]).to(dtype),
+        (sums.log() + shift).to(dtype),
+        (kept + state.full * plain.size).sum(-1, dtype=torch.int64),
+        state.bytes,
+        state.full.all(-1),
+    )

@@ -1,0 +1,81 @@
+"""Reading a weight: columns of all rows, entries of some rows, rows in full. Counts nothing, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LANES = 8  # parts that a column is cut into, so that several threads can add up one query
+CHUNK = 1 << 22  # entries gathered at a time
+
+
+class Reader:
+    """A matrix (n, d) that can be read by columns and by rows.
+
+    Rows stay where the caller has them. The copy by columns, in which a coordinate of all rows is one contiguous read, is
+    made when it is first used, in float32 (float64 for a float64 weight).
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.rows, self.size = weight.shape
+        self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """(d * LANES, n / LANES), filled up with zeros."""
+        lane = -(-self.rows // LANES)
+        columns = torch.zeros(self.size, LANES * lane, dtype=self.dtype, device=self.weight.device)
+        columns[:, : self.rows].T.copy_(self.weight)
+        return columns.view(self.size * LANES, lane)
+
+    @property
+    def column_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.weight.dtype.itemsize
+
+    def columns(self, index: Tensor, factor: Tensor) -> Tensor:
+        """``sum over m of factor_m A[:, index_m]`` for every query: (batch, m) twice to (batch, n)."""
+        batch, size = index.shape
+        lanes = torch.arange(LANES, device=index.device)
+        bags = (index[:, None] * LANES + lanes[:, None]).reshape(-1, size)
+        factors = factor[:, None].expand(batch, LANES, size).reshape(-1, size)
+        summed = F.embedding_bag(bags, self._columns, mode="sum", per_sample_weights=factors)
+        return summed.view(batch, -1)[:, : self.rows]
+
+    def entries(
+        self, query: Tensor, row: Tensor, index: Tensor, factor: Tensor, square: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for pairs of a query and a row, and ``sum square_m A[row, index_m]^2``: (p,) twice to (p,) twice."""
+        values, squares = [], []
+        for part in self._parts(len(query), index.shape[1]):
+            q = query[part]
+            read = self.weight[row[part, None], index[q]].to(self.dtype)
+            values.append((read * factor[q]).sum(-1))
+            if square is not None:
+                squares.append((read.square() * square[q]).sum(-1))
+        return torch.cat(values), torch.cat(squares) if square is not None else None
+
+    def full(self, x: Tensor) -> Tensor:
+        """The exact product with all rows: (batch, d) to (batch, n)."""
+        if self.weight.dtype == self.dtype:
+            return F.linear(x, self.weight)
+        return torch.cat([x @ part.to(self.dtype).T for part in self.weight.split(max(1, CHUNK // self.size))], -1)
+
+    def pairs(self, query: Tensor, row: Tensor, x: Tensor) -> Tensor:
+        """The exact product for pairs of a query and a row, (p,)."""
+        parts = self._parts(len(query), self.size)
+        return torch.cat([(self.weight[row[p]].to(self.dtype) * x[query[p]]).sum(-1) for p in parts])
+
+    @staticmethod
+    def _parts(count: int, size: int) -> Iterator[slice]:
+        step = max(1, CHUNK // max(1, size))
+        for start in range(0, max(1, count), step):
+            yield slice(start, start + step)

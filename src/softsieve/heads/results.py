@@ -1,0 +1,35 @@
+"""What an adaptive head answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TopK(NamedTuple):
+    """The k largest softmax values of every query.
+
+    Shape:
+        ``(..., k)`` for ``indices``, ``probs`` and ``logits``, ``(..., 2)`` for ``log_z_interval``, ``(...)`` for the rest,
+        where ``(..., d)`` is that of the queries.
+    """
+
+    indices: Tensor  # int64, the largest first
+    probs: Tensor
+    logits: Tensor
+    log_z: Tensor  # logarithm of the sum of exponentials of all logits
+    log_z_interval: Tensor  # where it is with the stated probability
+    coordinates: Tensor  # int64: different entries of the weight that were read
+    bytes_read: Tensor  # int64: what was read from the weight in all, again and again included
+    exact: Tensor  # bool: every row was read in full, so that nothing is left to chance
+
+
+class LogPartition(NamedTuple):
+    """The sum of exponentials of all logits, as a logarithm. Fields as in `TopK`."""
+
+    log_z: Tensor
+    log_z_interval: Tensor
+    coordinates: Tensor
+    bytes_read: Tensor
+    exact: Tensor
