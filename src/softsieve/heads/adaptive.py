@@ -38,19 +38,21 @@ class AdaptiveSoftmax:
         bias: (n,).
         eps, delta: what is guaranteed, both in (0, 1).
         beta: inverse temperature.
-        method: ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax Approximation` (NeurIPS 2024)
-            for any k: entries are read in a weighted random order until intervals decide. ``"exact"`` reads everything.
-            ``"auto"`` takes what is faster in time, which is ``"exact"``.
+        method: ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax Approximation` (NeurIPS
+            2024) for any k: entries are read in a weighted random order until intervals decide. ``"exact"`` reads
+            everything. ``"auto"`` takes what is faster in time, which is ``"exact"``.
         guarantee: what the intervals of ``"coordinates"`` rest on.
             ``"pac"``: nothing fitted. With ``noise`` sub-Gaussian intervals that hold if ``noise`` is true; without,
             Bernstein intervals from bounds computed from weight and query, which hold for every weight and query.
             ``"calibrated"``: widths are conformal quantiles over sample queries (`calibrate`). They hold for queries
             exchangeable with these, on average over sample and query, and promise nothing about others.
-        noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its distance
-            from its mean is sub-Gaussian with this variance.
-        read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they are
+        noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its
+            distance from its mean is sub-Gaussian with this variance.
+        read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they
+            are
             estimates, and what is read need not grow with d.
-        rotate: whether a randomized Hadamard rotation comes first: two copies of the weight more, filled up to a power of
+        rotate: whether a randomized Hadamard rotation comes first: two copies of the weight more, filled up to a power
+            of
             two, in which no coordinate stands out.
         seed: of the signs of the rotation.
 
@@ -114,7 +116,7 @@ class AdaptiveSoftmax:
             f"guarantee={self.guarantee!r})"
         )
 
-    # -- asking ---------------------------------------------------------------------------------------------------------
+    # -- asking --------------------------------------------------------------------------------------------------------
 
     def topk(self, x: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> TopK:
         """The k largest softmax values of every query.
@@ -135,8 +137,19 @@ class AdaptiveSoftmax:
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
         """The logarithm of ``sum_i exp(logits_i)``, whose sum is within ``eps`` of the true one, relatively.
 
-        Sums of exponentials other than a softmax's are products, too: `softsieve.experiments.density` estimates a kernel
-        density with it.
+        Other sums of exponentials are of this form, too. A Gaussian kernel density of bandwidth h has the logarithm
+        ``logsumexp(-|x - y_i|^2 / (2 h^2))`` over its points up to a constant, and ``|x - y|^2 = |x|^2 - 2 x.y +
+        |y|^2``:
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> points, x, h = torch.randn(1000, 300), torch.randn(300), 10.0
+            >>> density = AdaptiveSoftmax(points, -points.square().sum(-1) / 2, beta=1 / h**2, eps=0.1,
+            ...                           method="coordinates", guarantee="pac")
+            >>> found = density.log_partition(x).log_z - x.square().sum() / (2 * h**2)
+            >>> exact = (-(points - x).square().sum(-1) / (2 * h**2)).logsumexp(0)
+            >>> abs(found.exp() / exact.exp() - 1).item() < 0.1
+            True
         """
         queries = self._queries("x", x)
         answer = self._solve(queries, 0, generator)
@@ -156,8 +169,8 @@ class AdaptiveSoftmax:
         fewest = calibration.needed(self.delta)
         if len(sample) < fewest:
             warnings.warn(
-                f"queries: {len(sample)} are too few for delta {self.delta:g}, which takes {fewest}: every answer will be "
-                "exact",
+                f"queries: {len(sample)} are too few for delta {self.delta:g}, which takes {fewest}: "
+                "every answer will be exact",
                 stacklevel=2,
             )
         found = calibration.calibrate(
@@ -166,7 +179,7 @@ class AdaptiveSoftmax:
         self.calibration, self._bounds = found, Calibrated(self._reader, found.scale)
         return found
 
-    # -- answering ------------------------------------------------------------------------------------------------------
+    # -- answering -----------------------------------------------------------------------------------------------------
 
     def _queries(self, name: str, x: Tensor) -> Tensor:
         """Checked, times beta, (batch, d)."""
@@ -178,9 +191,7 @@ class AdaptiveSoftmax:
 
     def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
         bias = None if self.bias is None else self.bias.to(queries.dtype) * self.beta
-        problem = coordinates.Problem(
-            self._reader, self._plain, queries, queries, bias, k, self.eps, self.read_chosen
-        )
+        problem = coordinates.Problem(self._reader, self._plain, queries, queries, bias, k, self.eps, self.read_chosen)
         if self.method != "coordinates":
             return coordinates.solve(problem, coordinates.NoRounds(), generator)
         return coordinates.solve(problem._replace(turned=self._turn(queries)), self._made_bounds(), generator)
@@ -195,7 +206,7 @@ class AdaptiveSoftmax:
                 self._bounds = Declared(self._reader, self.noise, self.delta)
         return self._bounds
 
-    # -- files ----------------------------------------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file, all or nothing.
@@ -246,4 +257,4 @@ _TENSORS = {"weight", "bias", "calibration.scale"}
 
 def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:
     """Fields of a batch in the shape of the queries."""
-    return [value.reshape(*leading, *value.shape[1:]) for value in found]
+    return [value.reshape((*leading, *value.shape[1:])) for value in found]

@@ -1,10 +1,14 @@
 """How far an estimate can be from the truth, for all rows and rounds at once with probability 1 - delta.
 
-A round reads a prefix of a random order of the coordinates. Three kinds of rounds, one for each thing that may be known:
+A round reads a prefix of a random order of the coordinates. Three kinds of rounds, one for each thing that may be
+known:
 
 - `Declared`: the caller declares the variance of the noise of a pull, as in the paper. Sub-Gaussian intervals.
 - `Computed`: nothing is declared; Bernstein's inequality with bounds computed from the weight and the query.
 - `Calibrated`: sample queries were measured (`calibration`); their quantile times a predicted deviation.
+
+The last two estimate ``(A - centre) x`` and add ``centre . x``, where the centre is the mean row: what all logits have
+in common is known, not estimated. Below, ``A`` stands for that difference.
 
 Only these make intervals. Everything after them (`coordinates`) is arithmetic that holds whenever all intervals do.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,9 +33,10 @@ Half = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Round(NamedTuple):
     """Coordinates to read for every query, and what they tell."""
 
-    index: Tensor  # (batch, m)
-    factor: Tensor  # (batch, m): the estimate is sum factor_m A[i, index_m]; 0 where a query has fewer than m
-    square: Tensor | None  # (batch, m): the variance estimate is sum square_m A[i, index_m]^2
+    coords: Tensor  # (batch, m)
+    factor: Tensor  # (batch, m): the estimate is offset + sum factor_m A[i, coords_m]; 0 where a query has fewer than m
+    offset: Tensor  # (batch,)
+    square: Tensor | None  # (batch, m): the variance estimate is sum square_m (A - centre)[i, coords_m]^2
     half: Half
 
 
@@ -64,9 +69,9 @@ def most_rounds(d: int) -> int:
 class Declared:
     """Uniform order without replacement, noise declared.
 
-    A pull of row i is ``d A_ij x_j`` for a coordinate j drawn uniformly. If its distance from the mean is sub-Gaussian with
-    the declared variance, so is the mean of m pulls with variance / m, with replacement and, by Hoeffding's comparison,
-    without. Union over rows and rounds.
+    A pull of row i is ``d A_ij x_j`` for a coordinate j drawn uniformly. If its distance from the mean is sub-Gaussian
+    with the declared variance, so is the mean of m pulls with variance / m, with replacement and, by Hoeffding's
+    comparison, without. Union over rows and rounds.
     """
 
     def __init__(self, reader: Reader, noise: float, delta: float) -> None:
@@ -78,8 +83,12 @@ class Declared:
         order = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64).argsort(-1)
         for size in sizes(d, 4)[: most_rounds(d)]:
             index = order[:, :size]
-            width = x.new_tensor(math.sqrt(2 * self.noise / size * self.log_term))
-            yield Round(index, x.gather(-1, index) * (d / size), None, lambda *_, width=width: width)
+            factor = x.gather(-1, index) * (d / size)
+            yield Round(index, factor, x.new_zeros(len(x)), None, self._half(size))
+
+    def _half(self, size: int) -> Half:
+        width = math.sqrt(2 * self.noise / size * self.log_term)
+        return lambda query, row, _: torch.full((query + row).shape, width, dtype=self.reader.dtype, device=row.device)
 
 
 class Computed:
@@ -88,10 +97,11 @@ class Computed:
     By a time fixed before, each coordinate has arrived with probability ``pi_j``, independently. So the error
     ``sum_j A_ij x_j (I_j / pi_j - 1)`` of the Horvitz-Thompson estimate is a sum of independent centred terms: with
     variance ``V`` and terms of at most ``B``, Bernstein's inequality gives ``sqrt(2 V L) + B L / 3`` at probability
-    ``2 exp(-L)``. V and B are bounded before anything is read, by row norms and by ``rho_i = max_j |A_ij| / s_j`` (``s_j``
-    the column sums that make the weights ``w_j = |x_j| s_j``). Where single entries are read, V is also bounded by its own
-    estimate ``V'``: a sum of independent non-negative terms of at most ``b``, so ``sqrt(V) <= sqrt(b L / 2) +
-    sqrt(V' + b L / 2)`` but with probability ``exp(-L)`` (Maurer and Pontil's argument). Union over rows and rounds.
+    ``2 exp(-L)``. V and B are bounded before anything is read, by row norms and by ``rho_i = max_j |A_ij| / s_j``
+    (``s_j`` the column sums that make the weights ``w_j = |x_j| s_j``). Where single entries are read, V is also
+    bounded by its own estimate ``V'``: a sum of independent non-negative terms of at most ``b``, so ``sqrt(V) <= sqrt(b
+    L / 2) + sqrt(V' + b L / 2)`` but with probability ``exp(-L)`` (Maurer and Pontil's argument). Union over rows and
+    rounds.
     """
 
     def __init__(self, reader: Reader, delta: float) -> None:
@@ -99,11 +109,11 @@ class Computed:
         self.log_term = log_term(reader.rows, reader.size, delta)
         # A little upwards, so that rounding does not shrink an interval.
         up = 1 + 1e-5
-        self.column_sums = column_sums(reader.weight)
-        self.norm = norms(reader.weight) * up
-        self.largest = _by_rows(reader.weight, lambda part: part.abs().amax(-1)) * up
-        inverse = torch.where(self.column_sums > 0, 1 / self.column_sums, 0.0)
-        self.rho = _by_rows(reader.weight, lambda part: (part.abs() * inverse).amax(-1)) * up
+        self.column_sums = column_sums(reader)
+        self.norm = norms(reader) * up
+        self.largest = torch.cat([part.abs().amax(-1) for part in centred(reader)]) * up
+        inverse = torch.where(self.column_sums > 0, 1 / self.column_sums, 0.0).to(reader.dtype)
+        self.rho = torch.cat([(part.abs() * inverse).amax(-1) for part in centred(reader)]) * up
 
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
         weights = x.double().abs() * self.column_sums
@@ -124,21 +134,27 @@ class Computed:
         chance, read = pi.gather(-1, index), x.double().gather(-1, index)
         factor = torch.where(there, read / chance, 0.0).to(x.dtype)
         square = torch.where(there, read.square() * (1 - chance) / chance.square(), 0.0).to(x.dtype)
-        # Largest terms of the three sums over w_j and over x_j, as far as they do not depend on the row.
+        # Roots of V, B and roots of b, as far as they do not depend on the row: times rho, and times norm or largest.
         value = x.double().abs()
         step = torch.where(pi < 1, spread.clamp_min(1.0), 0.0)
-        by_weight = ((weights.square() * spread).sum(-1), (weights * step).amax(-1), (weights.square() * spread / pi).amax(-1))
-        by_value = ((value.square() * spread).amax(-1), (value * step).amax(-1), (value.square() * spread / pi).amax(-1))
-        parts = tuple(part.to(x.dtype) for part in (*by_weight, *by_value))
-        return Round(index, factor, square, lambda q, i, v: self._half(parts, q, i, v))
+        parts = (
+            (weights.square() * spread).sum(-1).sqrt(),
+            (weights * step).amax(-1),
+            (weights.square() * spread / pi).amax(-1).sqrt(),
+            (value.square() * spread).amax(-1).sqrt(),
+            (value * step).amax(-1),
+            (value.square() * spread / pi).amax(-1).sqrt(),
+        )
+        half = partial(self._half, tuple(part.to(x.dtype) for part in parts))
+        return Round(index, factor, offset(self.reader, x, index, factor), square, half)
 
     def _half(self, parts: tuple[Tensor, ...], query: Tensor, row: Tensor, estimated: Tensor | None) -> Tensor:
         rho, norm, largest = self.rho[row], self.norm[row], self.largest[row]
         vw, bw, ew, vx, bx, ex = (part[query] for part in parts)
-        deviation = torch.minimum(rho * vw.sqrt(), norm * vx.sqrt())
+        deviation = torch.minimum(rho * vw, norm * vx)
         bound = torch.minimum(rho * bw, largest * bx)
         if estimated is not None:
-            most = torch.minimum(rho.square() * ew, largest.square() * ex) * (self.log_term / 2)
+            most = torch.minimum(rho * ew, largest * ex).square() * (self.log_term / 2)
             deviation = torch.minimum(deviation, most.sqrt() + (estimated + most).sqrt())
         return deviation * math.sqrt(2 * self.log_term) + bound * (self.log_term / 3)
 
@@ -146,18 +162,18 @@ class Computed:
 class Calibrated:
     """Weighted order without replacement, widths from sample queries.
 
-    Half an interval is ``scale[round] * s_i``, where ``s_i = |A_i| sqrt(sum_j a_j x_j^2 (1 - pi_j) / pi_j)`` predicts the
-    deviation (``a_j`` the share of column j in the squares of the weight), and ``scale`` is a conformal quantile of what
-    the error came to in these units. No assumption on weight, query or prediction; the query must be exchangeable with
-    the sample queries.
+    Half an interval is ``scale[round] * s_i``, where ``s_i = |A_i| sqrt(sum_j a_j x_j^2 (1 - pi_j) / pi_j)`` predicts
+    the deviation (``a_j`` the share of column j in the squares of the weight), and ``scale`` is a conformal quantile of
+    what the error came to in these units. No assumption on weight, query or prediction; the query must be exchangeable
+    with the sample queries.
     """
 
     first = 16  # coordinates of the shortest prefix
 
     def __init__(self, reader: Reader, scale: Tensor | None = None) -> None:
         self.reader, self.scale = reader, scale
-        self.column_sums = column_sums(reader.weight)
-        self.norm = norms(reader.weight)
+        self.column_sums = column_sums(reader)
+        self.norm = norms(reader)
 
     @property
     def count(self) -> int:
@@ -166,15 +182,21 @@ class Calibrated:
 
     @cached_property
     def shares(self) -> Tensor:
-        squares = sum(part.double().square().sum(0) for part in _parts(self.reader.weight))
-        return torch.as_tensor(squares / self.norm.double().square().sum().clamp_min(1e-300))
+        squares = torch.stack([part.square().sum(0, dtype=torch.float64) for part in centred(self.reader)]).sum(0)
+        return squares / squares.sum().clamp_min(1e-300)
 
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
+        if self.scale is None:
+            raise RuntimeError("not calibrated")
+        if not bool(self.scale.isfinite().all()):  # too few sample queries: nothing can be said from a part
+            return
         for number, (index, factor, deviation) in enumerate(self.prefixes(x, generator)):
-            if self.scale is None:
-                raise RuntimeError("not calibrated")
             wide = deviation * self.scale[number].to(deviation)
-            yield Round(index, factor, None, lambda q, i, _, wide=wide: wide[q] * self.norm[i])
+            common = offset(self.reader, x, index, factor)
+            yield Round(index, factor, common, None, self._half(wide))
+
+    def _half(self, wide: Tensor) -> Half:
+        return lambda query, row, _: wide[query] * self.norm[row]
 
     def prefixes(self, x: Tensor, generator: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Coordinates, factors and the predicted deviation (batch,) of a row of norm 1, round by round."""
@@ -190,20 +212,21 @@ class Calibrated:
             yield index, factor.to(x.dtype), deviation.to(x.dtype)
 
 
-def _parts(weight: Tensor) -> tuple[Tensor, ...]:
-    return weight.split(max(1, (1 << 24) // weight.shape[1]))
+def centred(reader: Reader) -> Iterator[Tensor]:
+    """The rows without their mean, some at a time."""
+    return (part - reader.centre for part in reader.parts())
 
 
-def _by_rows(weight: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return torch.cat([function(part.to(wide)) for part in _parts(weight)]).to(wide)
+def offset(reader: Reader, x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
+    """What turns an estimate of ``A x`` into one of ``(A - centre) x + centre . x``, (batch,)."""
+    return x @ reader.centre - (factor * reader.centre[index]).sum(-1)
 
 
-def norms(weight: Tensor) -> Tensor:
-    """Euclidean norms of the rows."""
-    return _by_rows(weight, lambda part: torch.linalg.vector_norm(part, dim=-1))
+def norms(reader: Reader) -> Tensor:
+    """Euclidean norms of the centred rows."""
+    return torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in centred(reader)])
 
 
-def column_sums(weight: Tensor) -> Tensor:
-    """``sum_i |A_ij|``, which sampling is weighted by; float64."""
-    return torch.stack([part.abs().sum(0, dtype=torch.float64) for part in _parts(weight)]).sum(0)
+def column_sums(reader: Reader) -> Tensor:
+    """``sum_i |A_ij|`` of the centred rows, which sampling is weighted by; float64."""
+    return torch.stack([part.abs().sum(0, dtype=torch.float64) for part in centred(reader)]).sum(0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve.heads.bounds import Calibrated
+from softsieve.heads.bounds import Calibrated, offset
 from softsieve.heads.reader import Reader
 
 
@@ -51,9 +51,9 @@ def calibrate(
 ) -> Calibration:
     """Fit the widths of `Calibrated` intervals.
 
-    A third of the queries, at random, say how the rounds compare with each other; the others' largest error over all rows
-    and rounds, in these units, is the score whose conformal quantile is taken. So all intervals of a query hold at once
-    with probability 1 - delta.
+    A third of the queries, at random, say how the rounds compare with each other; the others' largest error over all
+    rows and rounds, in these units, is the score whose conformal quantile is taken. So all intervals of a query hold at
+    once with probability 1 - delta.
 
     Args:
         reader, turned: what prefixes are read from, rotated or not, and the sample queries that belong to it, (N, d).
@@ -64,7 +64,7 @@ def calibrate(
     errors = torch.cat(
         [
             _errors(bounds, x, plain.full(exact), generator)
-            for x, exact in zip(turned.split(step), queries.split(step), strict=True)
+            for x, exact in zip(torch.split(turned, step), torch.split(queries, step), strict=True)
         ]
     )  # (N, rounds)
     mixed = torch.randperm(count, generator=generator)
@@ -81,7 +81,8 @@ def _errors(bounds: Calibrated, x: Tensor, exact: Tensor, generator: torch.Gener
     for index, factor, deviation in bounds.prefixes(x, generator):
         # What rounding alone does is no error, or a query read in full would count as infinitely wrong.
         rounding = 1e-5 * torch.linalg.vector_norm(x, dim=-1, keepdim=True) * bounds.norm
-        error = ((bounds.reader.columns(index, factor) - exact).abs() - rounding).clamp_min(0)
+        value = bounds.reader.columns(index, factor) + offset(bounds.reader, x, index, factor)[:, None]
+        error = ((value - exact).abs() - rounding).clamp_min(0)
         predicted = deviation[:, None] * bounds.norm
         error = torch.where(predicted > 0, error / predicted, torch.where(error > 0, torch.inf, 0.0))
         found.append(error.amax(-1).double())

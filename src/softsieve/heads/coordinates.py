@@ -1,8 +1,9 @@
 """The algorithm of the paper for any k: read prefixes of a random order until intervals decide, the rest in full.
 
-All that is left to chance are the intervals of `bounds`. While they hold, a row whose upper end is below the k-th largest
-lower end is not among the top k, and every probability lies between its least and its greatest value over the intervals.
-So one probability delta serves best arms and normaliser alike, and no constant stands between an interval and an answer.
+All that is left to chance are the intervals of `bounds`. While they hold, a row whose upper end is below the k-th
+largest lower end is not among the top k, and every probability lies between its least and its greatest value over the
+intervals. So one probability delta serves best arms and normaliser alike, and no constant stands between an interval
+and an answer.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -
     step = max(1, AT_ONCE // problem.plain.rows)
     parts = [
         _solve(problem._replace(x=x, turned=turned), bounds, generator)
-        for x, turned in zip(problem.x.split(step), problem.turned.split(step), strict=True)
+        for x, turned in zip(torch.split(problem.x, step), torch.split(problem.turned, step), strict=True)
     ]
     return parts[0] if len(parts) == 1 else Answer(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -118,18 +119,19 @@ class _State:
 
     def look(self, round: Round, wanted: Tensor) -> None:
         """Read a prefix for the wanted rows, or for all rows of a query."""
-        reader, size = self.problem.reader, round.index.shape[1]
+        reader, size = self.problem.reader, round.coords.shape[1]
         here = wanted.any(-1).nonzero()[:, 0]
         if reader.rows >= MANY_ROWS and int(wanted.sum()) > FEW * len(here) * reader.rows:
             some = _some(here, wanted)
-            value = reader.columns(round.index[some], round.factor[some]) + self.bias
+            value = reader.columns(round.coords[some], round.factor[some]) + round.offset[some, None] + self.bias
             half = round.half(here[:, None], torch.arange(reader.rows, device=here.device), None)
             self._narrow((some,), value, half.where(~self.full[some], torch.inf), size)
             self.bytes[some] += size * reader.rows * reader.column_bytes
         else:
             query, row = wanted.nonzero(as_tuple=True)
-            value, squares = reader.entries(query, row, round.index, round.factor, round.square)
-            self._narrow((query, row), value + self.bias[row], round.half(query, row, squares), size)
+            value, squares = reader.entries(query, row, round.coords, round.factor, round.square)
+            value = value + round.offset[query] + self.bias[row]
+            self._narrow((query, row), value, round.half(query, row, squares), size)
             self.bytes += wanted.sum(-1) * (size * reader.row_bytes)
 
     def _narrow(self, at: tuple[Tensor | slice, ...], value: Tensor, half: Tensor, size: int) -> None:
@@ -179,8 +181,8 @@ def _unsettled(problem: Problem, low: Tensor, high: Tensor, full: Tensor) -> tup
     low, high, _ = _masses(low, high)
     least, greatest = _sums(low, high)
     settled = _close(*(_probabilities(low, high, index) if k else (least, greatest)), eps).all(-1, keepdim=True)
-    # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of the
-    # sum does not help.
+    # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of
+    # the sum does not help.
     doubtful = (high - low > least * (eps / (2 * full.shape[1]))) | chosen
     return wanted | (doubtful & ~settled & ~full), torch.zeros_like(chosen)
 
@@ -193,7 +195,8 @@ def _close(least: Tensor, greatest: Tensor, eps: float) -> Tensor:
 def _masses(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exponentials of both ends, over that of the greatest upper end (batch, 1)."""
     shift = high.amax(-1, keepdim=True)
-    # What is below e^-80 of the greatest counts as that: less slows processors down, and it is far from deciding anything.
+    # What is below e^-80 of the greatest counts as that: less slows processors down, and it is far from deciding
+    # anything.
     return (low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift
 
 

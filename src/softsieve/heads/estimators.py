@@ -85,8 +85,8 @@ def importance_without(weight: Tensor, x: Tensor, size: int, *, generator: torch
     """The Horvitz-Thompson estimate over a prefix of the weighted order without replacement.
 
     ``sum A_ij x_j / pi_j`` with variance ``sum (A_ij x_j)^2 (1 - pi_j) / pi_j^2``; all coordinates give the exact
-    product with variance 0. Both estimates are unbiased: given the time of the next arrival, each of the others was there
-    with probability ``pi`` on its own.
+    product with variance 0. Both estimates are unbiased: given the time of the next arrival, each of the others was
+    there with probability ``pi`` on its own.
     """
     weights = importance(weight, x).double()
     arrived = arrivals(weights, generator=generator)

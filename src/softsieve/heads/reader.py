@@ -16,14 +16,26 @@ CHUNK = 1 << 22  # entries gathered at a time
 class Reader:
     """A matrix (n, d) that can be read by columns and by rows.
 
-    Rows stay where the caller has them. The copy by columns, in which a coordinate of all rows is one contiguous read, is
-    made when it is first used, in float32 (float64 for a float64 weight).
+    Rows stay where the caller has them. The copy by columns, in which a coordinate of all rows is one contiguous read,
+    is made when it is first used, in float32 (float64 for a float64 weight).
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.rows, self.size = weight.shape
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+    def parts(self) -> Iterator[Tensor]:
+        """The rows, some at a time, in the dtype that is computed with."""
+        for part in torch.split(self.weight, max(1, CHUNK // self.size)):
+            yield part.to(self.dtype)
+
+    @cached_property
+    def centre(self) -> Tensor:
+        """The mean row, (d,). All logits have it in common, so the softmax does not depend on it."""
+        return (torch.stack([part.sum(0, dtype=torch.float64) for part in self.parts()]).sum(0) / self.rows).to(
+            self.dtype
+        )
 
     @cached_property
     def _columns(self) -> Tensor:
@@ -53,21 +65,21 @@ class Reader:
     def entries(
         self, query: Tensor, row: Tensor, index: Tensor, factor: Tensor, square: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same for pairs of a query and a row, and ``sum square_m A[row, index_m]^2``: (p,) twice to (p,) twice."""
+        """The same for pairs of a query and a row, and ``sum square_m (A - centre)[row, index_m]^2``, (p,) each."""
         values, squares = [], []
         for part in self._parts(len(query), index.shape[1]):
             q = query[part]
             read = self.weight[row[part, None], index[q]].to(self.dtype)
             values.append((read * factor[q]).sum(-1))
             if square is not None:
-                squares.append((read.square() * square[q]).sum(-1))
+                squares.append(((read - self.centre[index[q]]).square() * square[q]).sum(-1))
         return torch.cat(values), torch.cat(squares) if square is not None else None
 
     def full(self, x: Tensor) -> Tensor:
         """The exact product with all rows: (batch, d) to (batch, n)."""
         if self.weight.dtype == self.dtype:
             return F.linear(x, self.weight)
-        return torch.cat([x @ part.to(self.dtype).T for part in self.weight.split(max(1, CHUNK // self.size))], -1)
+        return torch.cat([x @ part.T for part in self.parts()], -1)
 
     def pairs(self, query: Tensor, row: Tensor, x: Tensor) -> Tensor:
         """The exact product for pairs of a query and a row, (p,)."""

@@ -11,8 +11,8 @@ class TopK(NamedTuple):
     """The k largest softmax values of every query.
 
     Shape:
-        ``(..., k)`` for ``indices``, ``probs`` and ``logits``, ``(..., 2)`` for ``log_z_interval``, ``(...)`` for the rest,
-        where ``(..., d)`` is that of the queries.
+        ``(..., k)`` for ``indices``, ``probs`` and ``logits``, ``(..., 2)`` for ``log_z_interval``, ``(...)`` for the
+        rest, where ``(..., d)`` is that of the queries.
     """
 
     indices: Tensor  # int64, the largest first
