@@ -102,7 +102,7 @@ def same_device(name: str, value: Tensor, like: Tensor) -> None:
         raise ValueError(f"{name}: expected device {like.device}, where the logits are, found {value.device}")
 
 
-# -- linear heads -------------------------------------------------------------------------------------------------------
+# -- linear heads ------------------------------------------------------------------------------------------------------
 
 
 def _finite_floats(name: str, value: Tensor, shape: str) -> None:

@@ -33,10 +33,11 @@ def rotate(matrix: Tensor, signs: Tensor) -> Tensor:
         tensor([[ 3.5000,  3.5000, -0.5000, -0.5000]])
     """
     size = len(signs)
-    rows: Tensor = F.pad(matrix, (0, size - matrix.shape[-1])) * signs.to(matrix)
+    rows = F.pad(matrix, (0, size - matrix.shape[-1])) * signs.to(matrix)
     step = 1
     while step < size:
         first, second = rows.reshape(*rows.shape[:-1], -1, 2, step).unbind(-2)
         rows = torch.stack([first + second, first - second], dim=-2).reshape(rows.shape)
         step *= 2
-    return rows / size**0.5
+    turned: Tensor = rows / size**0.5
+    return turned

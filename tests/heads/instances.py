@@ -1,0 +1,100 @@
+"""Heads and queries of many kinds, and who judges answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from scipy.stats import binom
+from torch import Tensor
+
+from softsieve.heads import TopK
+from softsieve.reference.heads import logits
+
+Made = tuple[Tensor, Tensor]  # weight (n, d), queries (count, d)
+Maker = Callable[[int, int, int, torch.Generator], Made]
+
+
+def gaussian(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    return torch.randn(n, d, generator=g), torch.randn(count, d, generator=g) * (3 / d**0.5)
+
+
+def peaked(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    """Queries near a row each: what a classifier sees."""
+    weight = torch.randn(n, d, generator=g)
+    row = torch.randint(n, (count,), generator=g)
+    return weight, weight[row] * (20 / d) + torch.randn(count, d, generator=g) * (1 / d**0.5)
+
+
+def heavy_tailed(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    """Cauchy in weight and query, cut far out."""
+    weight, x = (
+        torch.empty(rows, d).cauchy_(generator=g).clamp(-100, 100) for rows in (n, count)
+    )
+    return weight, x * (0.3 / d**0.5)
+
+
+def duplicates(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = peaked(-(-n // 3), d, count, g)
+    return weight.repeat(3, 1)[:n].clone(), x
+
+
+def dominant(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = gaussian(n, d, count, g)
+    weight[n // 2] = 4 * x.sign().mean(0)
+    return weight, x
+
+
+def all_equal(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = gaussian(1, d, count, g)
+    return weight.expand(n, d).clone(), x
+
+
+def zero_query(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = gaussian(n, d, count, g)
+    return weight, torch.zeros_like(x)
+
+
+def sparse_query(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = gaussian(n, d, count, g)
+    return weight, x * (torch.rand(x.shape, generator=g) < 0.03) * 4
+
+
+def negative_and_huge(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    weight, x = peaked(n, d, count, g)
+    return weight - 2, x * 1000
+
+
+KINDS: dict[str, Maker] = {
+    made.__name__: made
+    for made in (
+        gaussian,
+        peaked,
+        heavy_tailed,
+        duplicates,
+        dominant,
+        all_equal,
+        zero_query,
+        sparse_query,
+        negative_and_huge,
+    )
+}
+
+
+def right(answer: TopK, weight: Tensor, x: Tensor, eps: float, bias: Tensor | None = None, beta: float = 1.0) -> Tensor:
+    """Whether each answer holds: the k largest values, by value, and all probabilities within eps; up to rounding."""
+    truth = logits(weight, x, bias, beta=beta)
+    k = answer.indices.shape[-1]
+    rounding = 1e-5 * (1 + truth.abs().amax(-1, keepdim=True))
+    found = truth.gather(-1, answer.indices)
+    values = (found.sort(-1, descending=True).values - truth.topk(k, -1).values).abs() <= rounding
+    different = answer.indices.sort(-1).values.diff(dim=-1).ne(0).all(-1)
+    p = truth.softmax(-1).gather(-1, answer.indices)
+    # A logit known to a rounding gives a probability known to that, relatively.
+    close = (answer.probs.double() - p).abs() <= eps * p + p * rounding.expm1().clamp_max(1e3) + 1e-30
+    return values.all(-1) & close.all(-1) & different
+
+
+def plausible(failures: int, trials: int, delta: float) -> bool:
+    """Whether so many failures are no surprise at probability delta: an exact binomial test at one in ten thousand."""
+    return bool(binom.sf(failures - 1, trials, delta) > 1e-4)
