@@ -105,37 +105,46 @@ def same_device(name: str, value: Tensor, like: Tensor) -> None:
 # -- linear heads ------------------------------------------------------------------------------------------------------
 
 
-def _finite_floats(name: str, value: Tensor, shape: str) -> None:
+def _floats(name: str, value: Tensor, shape: str) -> None:
     _plain_tensor(name, value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
     if value.numel() == 0:
         raise ValueError(f"{name}: expected a non-empty tensor {shape}, found shape {tuple(value.shape)}")
-    # One number says it, without a temporary of the size of the tensor.
+
+
+def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
+    if value.device != weight.device:
+        raise ValueError(f"{name}: expected device {weight.device}, where the weight is, found {value.device}")
+
+
+def _finite(name: str, value: Tensor) -> None:
+    # A finite sum says it, without a temporary of the size of the tensor.
     if not bool(value.sum(dtype=torch.float64).isfinite()) and not bool(value.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
 
 
 def matrix(name: str, value: Tensor) -> None:
     """Refuse what is not a finite floating-point matrix (n, d)."""
-    _finite_floats(name, value, "(n, d)")
+    _floats(name, value, "(n, d)")
     if value.ndim != 2:
         raise ValueError(f"{name}: expected a matrix (n, d), found shape {tuple(value.shape)}")
+    _finite(name, value)
 
 
-def vector(name: str, value: Tensor, like: Tensor) -> None:
-    """Refuse what is not a finite number for each row of the weight ``like``."""
-    _finite_floats(name, value, "(n,)")
-    if value.shape != like.shape[:1]:
-        raise ValueError(f"{name}: expected shape ({len(like)},), one a row, found {tuple(value.shape)}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, where the weight is, found {value.device}")
+def vector(name: str, value: Tensor, weight: Tensor) -> None:
+    """Refuse what is not a finite number for each row of the weight."""
+    _floats(name, value, "(n,)")
+    if value.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: expected shape ({len(weight)},), one a row, found {tuple(value.shape)}")
+    _beside_weight(name, value, weight)
+    _finite(name, value)
 
 
-def queries(name: str, value: Tensor, like: Tensor) -> None:
-    """Refuse what are not finite queries (..., d) for the weight ``like``."""
-    _finite_floats(name, value, "(..., d)")
-    if value.ndim == 0 or value.shape[-1] != like.shape[1]:
-        raise ValueError(f"{name}: expected shape (..., {like.shape[1]}), found {tuple(value.shape)}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, where the weight is, found {value.device}")
+def queries(name: str, value: Tensor, weight: Tensor) -> None:
+    """Refuse what are not finite queries (..., d) for the weight."""
+    _floats(name, value, "(..., d)")
+    if value.ndim == 0 or value.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{name}: expected shape (..., {weight.shape[1]}), found {tuple(value.shape)}")
+    _beside_weight(name, value, weight)
+    _finite(name, value)

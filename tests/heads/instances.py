@@ -28,9 +28,7 @@ def peaked(n: int, d: int, count: int, g: torch.Generator) -> Made:
 
 def heavy_tailed(n: int, d: int, count: int, g: torch.Generator) -> Made:
     """Cauchy in weight and query, cut far out."""
-    weight, x = (
-        torch.empty(rows, d).cauchy_(generator=g).clamp(-100, 100) for rows in (n, count)
-    )
+    weight, x = (torch.empty(rows, d).cauchy_(generator=g).clamp(-100, 100) for rows in (n, count))
     return weight, x * (0.3 / d**0.5)
 
 

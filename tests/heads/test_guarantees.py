@@ -67,7 +67,7 @@ def test_normaliser(mode: str) -> None:
     assert plausible(failures, 60, DELTA)
 
 
-# -- the intervals themselves, which a failure of theirs must not hide behind answers that are right all the same -------
+# -- the intervals themselves, which a failure of theirs must not hide behind answers that are right all the same ------
 
 
 def worst(bounds: Bounds, reader: Reader, x: Tensor, g: torch.Generator) -> Tensor:
@@ -125,7 +125,7 @@ def test_calibrated_intervals_hold_as_often_as_promised() -> None:
     assert DELTA - 1 / 40 - 0.05 < share < DELTA + 0.04
 
 
-# -- ties ---------------------------------------------------------------------------------------------------------------
+# -- ties --------------------------------------------------------------------------------------------------------------
 
 
 def test_ties_end_and_have_the_right_probability() -> None:

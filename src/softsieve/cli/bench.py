@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from softsieve.bench import heads as head_suite
 from softsieve.bench import losses as suite
 from softsieve.bench.record import write_record
 
@@ -18,18 +19,13 @@ bench = typer.Typer(help="Benchmarks against named rivals, all in one run.", no_
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@bench.callback()
-def _group() -> None:
-    """Keeps `bench` a group while it has one command."""
-
-
 def _shape(text: str) -> tuple[int, int]:
     try:
         rows, classes = (int(part) for part in text.split("x"))
     except ValueError:
-        raise typer.BadParameter(f"expected ROWSxCLASSES such as 4096x30522, found {text!r}") from None
+        raise typer.BadParameter(f"expected two numbers such as 4096x30522, found {text!r}") from None
     if min(rows, classes) < 1:
-        raise typer.BadParameter(f"expected at least one row and one class, found {text!r}")
+        raise typer.BadParameter(f"expected at least one of each, found {text!r}")
     return rows, classes
 
 
@@ -86,4 +82,47 @@ def losses(
     if out is not None:
         settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats}
         write_record(out, "losses", settings, [r._asdict() for r in results])
+        console.print(f"written to {out}")
+
+
+@bench.command()
+def head(
+    shape: Annotated[list[str], typer.Option(help="ROWSxDIMENSIONS of the weight; several")] = ["50257x768"],  # noqa: B006
+    spread: Annotated[list[float], typer.Option(help="standard deviation of the logits; several")] = [1.0, 30.0],  # noqa: B006
+    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
+    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    k: Annotated[int, typer.Option(min=1, help="softmax values asked for")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="timed runs of each method, taken in turns")] = 30,
+    out: Annotated[
+        Path | None, typer.Option(help="write the results with their provenance to this JSON file", dir_okay=False)
+    ] = None,
+) -> None:
+    """Time of the top k of a random head, one query at a time, against the exact product."""
+    shapes = [_shape(text) for text in shape]
+    console = Console()
+    results = []
+    for n, d in shapes:
+        for width in spread:
+            with console.status(f"{n} x {d}, logits of deviation {width:g}"):
+                results += head_suite.measure(n, d, spread=width, eps=eps, delta=delta, k=k, repeats=repeats)
+    threads = torch.get_num_threads()
+    table = Table(title=f"top {k}, fp32, batch 1, {threads} threads, eps {eps}, delta {delta}, median of {repeats}")
+    for column in ("weight", "logits", "method", "ms (p20-p80)", "time", "bytes", "exact"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for r in results:
+        table.add_row(
+            f"{r.n} x {r.d}",
+            f"{r.spread:g}",
+            r.method,
+            f"{r.ms:.2f} ({r.ms_p20:.2f}-{r.ms_p80:.2f})",
+            f"{r.time_ratio:.2f}x",
+            f"{r.bytes_ratio:.3f}x",
+            f"{r.exact:.0%}",
+            end_section=r.method == head_suite.METHODS[-1],
+        )
+    console.print(table)
+    console.print(f"time and bytes as ratios to {head_suite.METHODS[0]}; exact: share of queries that read everything")
+    if out is not None:
+        settings = {"eps": eps, "delta": delta, "k": k, "repeats": repeats}
+        write_record(out, "head", settings, [r._asdict() for r in results])
         console.print(f"written to {out}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve.errors import InputError
-from softsieve.heads import calibration, coordinates, index_file
+from softsieve.heads import calibration, coordinates
 from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
 from softsieve.heads.calibration import Calibration
 from softsieve.heads.hadamard import padded, random_signs, rotate
@@ -214,6 +214,8 @@ class AdaptiveSoftmax:
         Raises:
             InputError: when it cannot be written; what was there stays.
         """
+        from softsieve.heads import index_file
+
         tensors = {"weight": self.weight}
         if self.bias is not None:
             tensors["bias"] = self.bias
@@ -230,6 +232,8 @@ class AdaptiveSoftmax:
         Raises:
             InputError: for a file that cannot be read, is truncated, or is not a saved head.
         """
+        from softsieve.heads import index_file
+
         tensors, settings = index_file.read(Path(path))
         try:
             if (unknown := settings.keys() - {*_SETTINGS, "calibration"}) or tensors.keys() - _TENSORS:

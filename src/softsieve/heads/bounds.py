@@ -26,6 +26,8 @@ from torch import Tensor
 from softsieve.heads.estimators import arrivals, inclusion, prefix
 from softsieve.heads.reader import Reader
 
+FIRST = 16  # coordinates of the shortest prefix where noise is not declared: fewer decide nothing
+
 # Half an interval for pairs of a query and a row (anything that broadcasts), given the sum of squares where asked for.
 Half = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -120,8 +122,8 @@ class Computed:
         total, present = weights.sum(-1, keepdim=True), (weights > 0).sum(-1)
         arrived, order = arrivals(weights, generator=generator).sort(-1)
         for number in range(most_rounds(x.shape[-1])):
-            # By this time 4, 8, 16 ... have arrived at most on average, fewer the more the weights differ.
-            time = torch.where(total > 0, 4 * 2**number / total.clamp_min(1e-300), 0.0)
+            # By this time 16, 32 ... have arrived at most on average, fewer the more the weights differ.
+            time = torch.where(total > 0, FIRST * 2**number / total.clamp_min(1e-300), 0.0)
             pi = inclusion(weights, time).clamp_min(1e-200)
             if number and bool((pi.where(weights > 0, 0.0).sum(-1) > present / 2).all()):
                 return
@@ -168,8 +170,6 @@ class Calibrated:
     with the sample queries.
     """
 
-    first = 16  # coordinates of the shortest prefix
-
     def __init__(self, reader: Reader, scale: Tensor | None = None) -> None:
         self.reader, self.scale = reader, scale
         self.column_sums = column_sums(reader)
@@ -178,7 +178,7 @@ class Calibrated:
     @property
     def count(self) -> int:
         """Rounds that a call has at most."""
-        return len(sizes(self.reader.size, self.first))
+        return len(sizes(self.reader.size, FIRST))
 
     @cached_property
     def shares(self) -> Tensor:
@@ -204,7 +204,7 @@ class Calibrated:
         arrived = arrivals(weights, generator=generator)
         order = arrived.argsort(-1)
         squares = self.shares * x.double().square()
-        for size in sizes(x.shape[-1], self.first):
+        for size in sizes(x.shape[-1], FIRST):
             index = order[:, :size]
             pi = prefix(weights, arrived, order, size)
             deviation = (squares * (1 - pi) / pi).sum(-1).sqrt()

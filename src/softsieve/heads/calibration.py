@@ -69,9 +69,10 @@ def calibrate(
     )  # (N, rounds)
     mixed = torch.randperm(count, generator=generator)
     shaping, scoring = errors[mixed[: count // 3]], errors[mixed[count // 3 :]]
-    shape = shaping.quantile(0.9, 0) if len(shaping) else errors.new_ones(errors.shape[1])
-    shape = shape.clamp_min(1e-30)
-    score = (scoring / shape).amax(-1) if errors.shape[1] else scoring.new_zeros(len(scoring))
+    if errors.shape[1] == 0:  # so few coordinates that all are read at once
+        return Calibration(errors.new_zeros(0), count, delta)
+    shape = shaping.quantile(0.9, 0).clamp_min(1e-30) if len(shaping) else errors.new_ones(errors.shape[1])
+    score = (scoring / shape).amax(-1)
     return Calibration(shape * conformal_quantile(score, delta), count, delta)
 
 

@@ -68,27 +68,36 @@ def solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -
 
 def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -> Answer:
     state = _State(problem)
-    wanted = torch.ones_like(state.full)
-    for number, round in enumerate(bounds.rounds(problem.turned, generator)):
-        if number and problem.plain.rows >= MANY_ROWS and not _worthwhile(state, round, wanted):
-            continue
-        state.look(round, wanted)
-        wanted = _settle(state)
-        if not bool(wanted.any()):
+    rounds = bounds.rounds(problem.turned, generator)
+    for round in rounds if problem.plain.rows < MANY_ROWS else _worthwhile(state, list(rounds)):
+        state.look(round)
+        _settle(state)
+        if not bool(state.wanted.any()):
             break
-    while bool(wanted.any()):
-        state.read(wanted)
-        wanted = _settle(state)
+    while bool(state.wanted.any()):
+        state.read(state.wanted)
+        _settle(state)
     return _answer(state)
 
 
-def _worthwhile(state: _State, round: Round, wanted: Tensor) -> bool:
-    """Whether a round would settle half of the wanted rows, if its estimates were those that we have.
+def _worthwhile(state: _State, rounds: list[Round]) -> Iterator[Round]:
+    """The first round, and later ones that promise much; none when the last does not.
 
     A matter of time alone: a round that is left out costs nothing, and takes nothing from what the others promise.
     """
-    here = wanted.any(-1).nonzero()[:, 0]
-    some = _some(here, wanted)
+    if rounds:
+        yield rounds[0]
+    if not rounds or not _promising(state, rounds[-1]):
+        return
+    for round in rounds[1:]:
+        if _promising(state, round):
+            yield round
+
+
+def _promising(state: _State, round: Round) -> bool:
+    """Whether a round would settle three quarters of the wanted rows, if its estimates were those that we have."""
+    here = state.wanted.any(-1).nonzero()[:, 0]
+    some = _some(here, state.wanted)
     low, high = state.low[some], state.high[some]
     half = round.half(here[:, None], torch.arange(low.shape[1], device=here.device), None)
     middle = (low + high) / 2
@@ -96,7 +105,7 @@ def _worthwhile(state: _State, round: Round, wanted: Tensor) -> bool:
     left, _ = _unsettled(
         problem, torch.maximum(low, middle - half), torch.minimum(high, middle + half), state.full[some]
     )
-    return 2 * int(left.sum()) < int(wanted.sum())
+    return 4 * int(left.sum()) < int(state.wanted.sum())
 
 
 def _some(here: Tensor, of: Tensor) -> Tensor | slice:
@@ -114,12 +123,13 @@ class _State:
         self.high = problem.x.new_full(shape, torch.inf)
         self.depth = torch.zeros(shape, dtype=torch.int32, device=problem.x.device)  # of the longest prefix
         self.full = torch.zeros_like(self.depth, dtype=torch.bool)  # rows read in full: both ends are the logit
+        self.wanted = torch.ones_like(self.full)  # rows that must be read further
         self.bytes = torch.zeros(shape[:1], dtype=torch.int64, device=problem.x.device)
         self.bias = problem.x.new_zeros(shape[1]) if problem.bias is None else problem.bias
 
-    def look(self, round: Round, wanted: Tensor) -> None:
+    def look(self, round: Round) -> None:
         """Read a prefix for the wanted rows, or for all rows of a query."""
-        reader, size = self.problem.reader, round.coords.shape[1]
+        reader, size, wanted = self.problem.reader, round.coords.shape[1], self.wanted
         here = wanted.any(-1).nonzero()[:, 0]
         if reader.rows >= MANY_ROWS and int(wanted.sum()) > FEW * len(here) * reader.rows:
             some = _some(here, wanted)
@@ -140,7 +150,7 @@ class _State:
         self.depth[at] = self.depth[at].clamp_min(size)
 
     def read(self, wanted: Tensor) -> None:
-        """Read the wanted rows in full, or all rows of a query."""
+        """Read rows in full, or all rows of a query."""
         plain, x = self.problem.plain, self.problem.x
         many = wanted.sum(-1) > (HALF * plain.rows if plain.rows >= MANY_ROWS else plain.rows)
         here = many.nonzero()[:, 0]
@@ -156,12 +166,12 @@ class _State:
             self.bytes += torch.bincount(query, minlength=len(x)) * (plain.size * plain.row_bytes)
 
 
-def _settle(state: _State) -> Tensor:
-    """Read the chosen rows in full where that is asked for, and say which rows must be read further, (batch, n)."""
+def _settle(state: _State) -> None:
+    """Say which rows must be read further, and read chosen ones in full where that is asked for."""
     while True:
-        wanted, chosen = _unsettled(state.problem, state.low, state.high, state.full)
+        state.wanted, chosen = _unsettled(state.problem, state.low, state.high, state.full)
         if not bool(chosen.any()):
-            return wanted
+            return
         state.read(chosen)
 
 

@@ -13,6 +13,13 @@ class TopK(NamedTuple):
     Shape:
         ``(..., k)`` for ``indices``, ``probs`` and ``logits``, ``(..., 2)`` for ``log_z_interval``, ``(...)`` for the
         rest, where ``(..., d)`` is that of the queries.
+
+    Example:
+        >>> import torch
+        >>> from softsieve import AdaptiveSoftmax
+        >>> answer = AdaptiveSoftmax(torch.tensor([[0.0], [1.0], [3.0]])).topk(torch.tensor([1.0]), 2)
+        >>> answer.indices.tolist(), round(answer.log_z.item(), 4), answer.exact.item()
+        ([2, 1], 3.169..., True)
     """
 
     indices: Tensor  # int64, the largest first

@@ -1,0 +1,183 @@
+"""Files: what was saved comes back, and anything else is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from softsieve import AdaptiveSoftmax
+from softsieve.errors import InputError
+from softsieve.heads import index_file
+from tests.heads.instances import peaked
+
+
+def made(**options: Any) -> tuple[AdaptiveSoftmax, torch.Tensor]:
+    weight, x = peaked(30, 300, 60, torch.Generator().manual_seed(0))
+    chosen: dict[str, Any] = {"delta": 0.1, "method": "coordinates", **options}
+    head = AdaptiveSoftmax(weight.to(torch.bfloat16), torch.linspace(0, 1, 30), beta=1.5, **chosen)
+    if head.guarantee == "calibrated":
+        head.calibrate(x[5:])
+    return head, x[:5]
+
+
+@pytest.mark.parametrize("options", [{}, {"rotate": True, "seed": 4}, {"guarantee": "pac", "noise": 9.0}], ids=str)
+def test_round_trip(tmp_path: Path, options: dict[str, Any]) -> None:
+    head, x = made(**options)
+    head.save(tmp_path / "head.safetensors")
+    again = AdaptiveSoftmax.load(str(tmp_path / "head.safetensors"))
+    assert repr(again) == repr(head)
+    assert again.weight.dtype == torch.bfloat16
+    first, second = (h.topk(x, 3, generator=torch.Generator().manual_seed(1)) for h in (head, again))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
+
+
+def test_an_uncalibrated_head(tmp_path: Path) -> None:
+    AdaptiveSoftmax(torch.ones(3, 2)).save(tmp_path / "head")
+    assert AdaptiveSoftmax.load(tmp_path / "head").calibration is None
+
+
+def test_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a file, found none"):
+        AdaptiveSoftmax.load(tmp_path / "none")
+    with pytest.raises(InputError, match="expected a file, found a folder"):
+        AdaptiveSoftmax.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", bytes(100), b"\xff" * 100])
+def test_foreign_bytes(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "head").write_bytes(content)
+    with pytest.raises(InputError, match=r"head: (cannot be read|expected)"):
+        AdaptiveSoftmax.load(tmp_path / "head")
+
+
+def test_foreign_safetensors(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3, 2)}, tmp_path / "head")
+    with pytest.raises(InputError, match="expected a saved AdaptiveSoftmax, found another safetensors file"):
+        AdaptiveSoftmax.load(tmp_path / "head")
+
+
+def test_newer_format(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3, 2)}, tmp_path / "head", {"format": "softsieve.head", "version": "99"})
+    with pytest.raises(InputError, match="expected format version 1, found 99"):
+        AdaptiveSoftmax.load(tmp_path / "head")
+
+
+SETTINGS = {
+    "eps": 0.3,
+    "delta": 0.1,
+    "beta": 1.0,
+    "method": "coordinates",
+    "guarantee": "calibrated",
+    "noise": None,
+    "read_chosen": True,
+    "rotate": False,
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "says"),
+    [
+        ({}, SETTINGS, "'weight'"),
+        ({"weight": torch.ones(3)}, SETTINGS, r"weight: expected a matrix"),
+        ({"weight": torch.full((3, 2), torch.nan)}, SETTINGS, "weight: expected finite"),
+        ({"weight": torch.ones(3, 2), "extra": torch.ones(1)}, SETTINGS, "unexpected content"),
+        ({"weight": torch.ones(3, 2)}, {**SETTINGS, "extra": 1}, "unexpected content"),
+        ({"weight": torch.ones(3, 2)}, {**SETTINGS, "eps": 2}, "eps: "),
+        ({"weight": torch.ones(3, 2)}, {**SETTINGS, "method": ["exact"]}, "method: "),
+        ({"weight": torch.ones(3, 2)}, {"eps": 0.3}, "'delta'"),
+        ({"weight": torch.ones(3, 2), "calibration.scale": torch.ones(1)}, SETTINGS, "'calibration'"),
+        (
+            {"weight": torch.ones(3, 2), "calibration.scale": torch.ones(1)},
+            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.1}},
+            "calibration.scale: expected 0 numbers",
+        ),
+        (
+            {"weight": torch.ones(3, 40), "calibration.scale": torch.full((1,), -1.0)},
+            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.1}},
+            "calibration.scale",
+        ),
+        (
+            {"weight": torch.ones(3, 40), "calibration.scale": torch.ones(1)},
+            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.2}},
+            "made for another guarantee",
+        ),
+        (
+            {"weight": torch.ones(3, 40), "calibration.scale": torch.ones(1)},
+            {**SETTINGS, "calibration": [1]},
+            "broken",
+        ),
+    ],
+)
+def test_broken_content(tmp_path: Path, tensors: Any, settings: Any, says: str) -> None:
+    index_file.write(tmp_path / "head", tensors, settings)
+    with pytest.raises(InputError, match=says):
+        AdaptiveSoftmax.load(tmp_path / "head")
+
+
+@pytest.mark.parametrize("settings", ["[]", "{", "null", '{"eps": NaN}', "[" * 100_000])
+def test_broken_settings(tmp_path: Path, settings: str) -> None:
+    metadata = {"format": "softsieve.head", "version": "1", "settings": settings}
+    save_file({"weight": torch.ones(3, 2)}, tmp_path / "head", metadata)
+    with pytest.raises(InputError):
+        AdaptiveSoftmax.load(tmp_path / "head")
+
+
+def test_truncated_and_flipped(tmp_path: Path) -> None:
+    """A clear error, or a head that answers; never anything else."""
+    head, x = made()
+    path = tmp_path / "head"
+    head.save(path)
+    whole = path.read_bytes()
+    chosen = random.Random(0)
+    for length in sorted(chosen.randrange(len(whole)) for _ in range(40)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(InputError):
+            AdaptiveSoftmax.load(path)
+    for _ in range(200):
+        broken = bytearray(whole)
+        broken[chosen.randrange(2000)] ^= 1 << chosen.randrange(8)
+        path.write_bytes(broken)
+        with contextlib.suppress(InputError):
+            AdaptiveSoftmax.load(path).topk(x, 2)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, _ = made()
+    path = tmp_path / "head"
+    head.save(path)
+    before = path.read_bytes()
+
+    def full(tensors: object, part: Path, metadata: object) -> None:
+        part.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(index_file, "save_file", full)
+    with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
+        head.save(path)
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["head"]
+
+
+def test_nowhere_to_write(tmp_path: Path) -> None:
+    head, _ = made()
+    with pytest.raises(InputError, match="cannot be written"):
+        head.save(tmp_path / "no" / "folder")
+    with pytest.raises(InputError, match="cannot be written"):
+        head.save(tmp_path)
+
+
+def test_metadata_is_plain(tmp_path: Path) -> None:
+    head, _ = made()
+    head.save(tmp_path / "head")
+    _, settings = index_file.read(tmp_path / "head")
+    assert json.loads(json.dumps(settings)) == settings
+    assert settings["calibration"] == {"queries": 55, "delta": 0.1}
