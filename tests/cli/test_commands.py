@@ -48,8 +48,8 @@ def test_bench_losses_writes_results_with_their_provenance(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "64"], "expected ROWSxCLASSES"),
-        (["--shape", "0x5"], "at least one row"),
+        (["--shape", "64"], "expected two numbers"),
+        (["--shape", "0x5"], "at least one of each"),
         (["--dtype", "int8"], "expected one of fp32"),
         (["--delta", "1.5"], "--delta"),
         (["--solved", "-1"], "--solved"),

@@ -5,6 +5,8 @@ import typer
 from softsieve.cli.bench import bench
 from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
+from softsieve.cli.experiment import experiment
+from softsieve.cli.head import head
 from softsieve.cli.options import ScriptCommand, takes_options
 from softsieve.cli.predict import predict
 from softsieve.cli.train import train
@@ -16,4 +18,6 @@ app.command(cls=ScriptCommand)(takes_options(train))
 app.command(cls=ScriptCommand)(predict)
 app.command()(compare)
 app.add_typer(bench, name="bench")
+app.add_typer(head, name="head")
+app.add_typer(experiment, name="experiment")
 app.command()(demo)

@@ -21,12 +21,12 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 def _shape(text: str) -> tuple[int, int]:
     try:
-        rows, classes = (int(part) for part in text.split("x"))
+        rows, columns = (int(part) for part in text.split("x"))
     except ValueError:
         raise typer.BadParameter(f"expected two numbers such as 4096x30522, found {text!r}") from None
-    if min(rows, classes) < 1:
+    if min(rows, columns) < 1:
         raise typer.BadParameter(f"expected at least one of each, found {text!r}")
-    return rows, classes
+    return rows, columns
 
 
 @bench.command()

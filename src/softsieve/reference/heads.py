@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -23,12 +22,11 @@ def logits(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, beta: float
     return beta * (product if bias is None else product + bias.double())
 
 
-def topk_softmax(
-    weight: Tensor, x: Tensor, k: int = 1, bias: Tensor | None = None, *, beta: float = 1.0
-) -> ExactTopK:
+def topk_softmax(weight: Tensor, x: Tensor, k: int = 1, bias: Tensor | None = None, *, beta: float = 1.0) -> ExactTopK:
     """The k largest softmax values of a linear head.
 
     Example:
+        >>> import torch
         >>> topk_softmax(torch.eye(2), torch.tensor([0.0, 1.0])).indices
         tensor([1])
     """

@@ -125,7 +125,7 @@ class PretrainedEncoder(Encoder):
         else:
             load = transformers.AutoModel.from_pretrained
             complaint = f"model {self.source}: cannot be loaded"
-            with _no_bar(transformers.utils.logging):
+            with no_bar(transformers.utils.logging):
                 encoder = loaded(lambda: load(self.source, dtype=torch.float32), complaint)
         return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
 
@@ -141,7 +141,7 @@ def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
 
 
 @contextmanager
-def _no_bar(logging: Any) -> Iterator[None]:
+def no_bar(logging: Any) -> Iterator[None]:
     """Without the library's progress bar, which a second of loading does not need."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,0 +1,126 @@
+"""`softsieve head`: output layers of language models, taken out of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softsieve.cli.errors import one_line
+from softsieve.errors import InputError
+
+head = typer.Typer(help="Output layers of language models.", no_args_is_help=True)
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@head.callback()
+def _group() -> None:
+    """Keeps `head` a group while it has one command."""
+
+
+@head.command()
+def extract(
+    model: Annotated[str, typer.Option(help="name or folder of a Hugging Face causal language model")],
+    text: Annotated[list[str], typer.Option(help="a UTF-8 file, may be .gz or .xz; NAME=FILE names it; several")],
+    out: Annotated[Path, typer.Option(help="the file to write, .safetensors")],
+    queries: Annotated[int, typer.Option(min=2, help="hidden states of each text, from its beginning")] = 4000,
+    test_share: Annotated[float, typer.Option(help="share of them, the last ones, that are for tests")] = 0.5,
+    window: Annotated[int, typer.Option(min=2, help="tokens that the model reads at a time")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="windows that the model reads at a time")] = 8,
+    dtype: Annotated[str, typer.Option(help=f"of what is written: {', '.join(DTYPES)}")] = "bf16",
+    bos: Annotated[
+        bool | None,
+        typer.Option(help="begin every window with the token for that; if not given: as the tokenizer does"),
+    ] = None,
+) -> None:
+    """Collect the output layer of a language model and the hidden states it is given over some texts.
+
+    softsieve head extract --model NAME --text wikitext.txt --out head.safetensors
+    """
+    with one_line():
+        if dtype not in DTYPES:
+            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+        if not 0 < test_share < 1:
+            raise InputError(f"test_share: expected a number between 0 and 1, found {test_share}")
+        _check_place(out)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
+        if not sys.stderr.isatty():
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        import torch
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from softsieve.integrations import hidden_states
+        from softsieve.integrations.head_file import write_head
+        from softsieve.tasks.files import read_text
+
+        files = _named(text)
+        texts = {name: read_text(path) for name, path in files.items()}
+        tokenizer = hidden_states.load_tokenizer(model)
+        tokens = {
+            name: hidden_states.tokens_of(tokenizer, texts.pop(name), count=queries, place=str(path))
+            for name, path in files.items()
+        }
+        first = hidden_states.first_token(tokenizer, bos=bos)
+        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("loading the model", total=queries * len(tokens))
+            precision = getattr(torch, DTYPES[dtype])
+            network = hidden_states.load_model(model, dtype=precision)
+            bar.update(task, description="hidden states")
+            found = hidden_states.collect(
+                network,
+                tokens,
+                first=first,
+                test_share=test_share,
+                window=window,
+                batch_size=batch_size,
+                dtype=precision,
+                progress=lambda rows: bar.advance(task, rows),
+            )
+        notes = {"model": model, "window": str(window), "first_token": "none" if first is None else str(first)}
+        write_head(out, found, notes=notes)
+        size = " x ".join(str(side) for side in found.weight.shape)
+        console.print(f"{size}{'' if found.bias is None else ' with bias'}, {dtype}: {out}")
+        for name, corpus in found.corpora.items():
+            console.print(f"{name}: {len(corpus.calibration)} states to calibrate, {len(corpus.test)} to test")
+        if found.beta != 1:
+            console.print(f"the model multiplies its logits by {found.beta:.6g}: pass it on as beta")
+        if found.softcap is not None:
+            console.print(
+                f"the model soft-caps its logits at {found.softcap:g}: the largest are the same ones, "
+                "probabilities are those of the linear layer and not the model's"
+            )
+
+
+def _named(texts: list[str]) -> dict[str, Path]:
+    """Files by the name of their text: what stands before the =, else the file's without its endings."""
+    files: dict[str, Path] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        path = Path(text if not equals or Path(text).exists() else file)
+        if path == Path(text):
+            name = path.name
+            for ending in (".gz", ".xz", ".txt"):
+                name = name.removesuffix(ending)
+        if not name:
+            raise InputError(f"text: expected FILE or NAME=FILE, found {text!r}")
+        if name in files:
+            raise InputError(f"text: expected different names, found {name!r} more than once; NAME=FILE gives one")
+        files[name] = path
+    return files
+
+
+def _check_place(out: Path) -> None:
+    """Before the work, not after it."""
+    if out.suffix != ".safetensors":
+        raise InputError(f"{out}: expected a file .safetensors")
+    if out.is_dir():
+        raise InputError(f"{out}: expected a file, found a folder")
+    there = next(path for path in out.absolute().parents if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{out}: cannot be written to")

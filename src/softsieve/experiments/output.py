@@ -1,0 +1,146 @@
+"""What the experiments share: how an answer is judged, and files that say how they were made."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from softsieve.bench.record import provenance, write_text
+from softsieve.errors import InputError
+from softsieve.tasks.metrics import replace_file
+from softsieve.tasks.packages import package
+
+if TYPE_CHECKING:  # a picture is drawn at the end, if at all
+    from matplotlib.figure import Figure
+
+Report = Callable[[str, float], object]  # called with what was just done, and the share of the whole that it was
+SUFFIXES = (".csv", ".png", ".svg")
+
+
+def in_silence(what: str, share: float) -> None:
+    """The `Report` of who does not watch."""
+
+
+# Answers
+
+
+def is_right(indices: Tensor, probs: Tensor, exact: Tensor, *, eps: float) -> Tensor:
+    """Whether answers are as promised: the values of the top k, and every probability within ``eps`` of its own.
+
+    Values are compared, not indices, as any of equal logits will do.
+
+    Args:
+        indices, probs: the answers, (..., k).
+        exact: all logits in float64, (..., n).
+        eps: relative error that a probability may have.
+
+    Returns:
+        One flag an answer, (...).
+
+    Example:
+        >>> import torch
+        >>> exact = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+        >>> p = exact.softmax(-1)
+        >>> is_right(torch.tensor([2]), 1.2 * p[2:], exact, eps=0.3)
+        tensor(True)
+        >>> is_right(torch.tensor([2]), 1.4 * p[2:], exact, eps=0.3), is_right(torch.tensor([0]), p[:1], exact, eps=0.3)
+        (tensor(False), tensor(False))
+    """
+    chosen = exact.gather(-1, indices)
+    best = exact.topk(indices.shape[-1]).values
+    rounding = 1e-9 * exact.abs().amax(-1, keepdim=True)  # of two sums of the same numbers in another order
+    different = indices.sort(-1).values.diff().ne(0).all(-1)
+    same = ((chosen.sort(-1, descending=True).values - best).abs() <= rounding).all(-1)
+    p = exact.softmax(-1).gather(-1, indices)
+    return different & same & ((probs.double() - p).abs() <= eps * p).all(-1)
+
+
+# Files
+
+
+def beside(out: Path, suffix: str) -> Path:
+    """``out`` with a suffix, which may have one of ours already."""
+    plain = out.with_suffix("") if out.suffix in SUFFIXES else out
+    return plain.with_name(plain.name + suffix)
+
+
+def expect_place(out: Path) -> None:
+    """Refuse what results cannot be written to, before hours are spent on them; also a lack of matplotlib."""
+    package("matplotlib", "drawing")
+    folder = out.absolute().parent
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{out}: cannot be written to")
+    for path in (beside(out, suffix) for suffix in SUFFIXES):
+        if path.is_dir():
+            raise InputError(f"{path}: expected a file, found a folder")
+
+
+def write_results(
+    out: Path, experiment: str, configuration: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], figure: Figure
+) -> None:
+    """``out``.csv with its provenance, and the picture as ``out``.png and ``out``.svg; each all or nothing."""
+    write_table(beside(out, ".csv"), {"experiment": experiment, **configuration}, rows)
+    save_figure(out, figure)
+
+
+def write_table(path: Path, configuration: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A CSV file with a line ``# key: value`` for everything that made it what it is."""
+    made = provenance()
+    about = {**configuration, **made, **made["versions"], **made["machine"]}
+    text = io.StringIO()
+    for name, value in about.items():
+        if name not in ("versions", "machine"):
+            text.write(f"# {name}: {_cell(value) or 'none'}\n")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    write_text(path, text.getvalue())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """What `write_table` wrote: how it was made, and the rows."""
+    lines = path.read_text().splitlines()
+    about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    return about, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+
+
+# Pictures
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(out: Path, figure: Figure) -> None:
+    """``out``.png and ``out``.svg; the same figure gives the same files."""
+    from matplotlib import rc_context
+
+    png, svg = beside(out, ".png"), beside(out, ".svg")
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # found once, the layout is that of both
+    with rc_context({"svg.hashsalt": "softsieve"}):
+        replace_file(png, lambda part: figure.savefig(part, format="png", dpi=120))
+        replace_file(svg, lambda part: figure.savefig(part, format="svg", metadata={"Date": None}))

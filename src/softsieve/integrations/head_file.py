@@ -1,0 +1,79 @@
+"""The file of a head: safetensors with weight, bias if any, and NAME.calibration and NAME.test of every text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from softsieve import __version__
+from softsieve.errors import InputError, first_line, listed
+from softsieve.integrations.hidden_states import Corpus, Head
+from softsieve.tasks.metrics import replace_file
+
+FORMAT = "1"
+
+
+def write_head(path: Path, head: Head, *, notes: Mapping[str, str]) -> None:
+    """Write a head, all or nothing, with ``notes`` on where it comes from.
+
+    Raises:
+        InputError: when it cannot be written; an older file is then as it was.
+    """
+    tensors = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
+    for name, corpus in head.corpora.items():
+        tensors |= {f"{name}.{part}": rows.contiguous() for part, rows in corpus._asdict().items()}
+    facts = {"format_version": FORMAT, "softsieve": __version__, "beta": repr(head.beta), **notes}
+    if head.softcap is not None:
+        facts["softcap"] = repr(head.softcap)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda part: save_file(tensors, part, metadata=facts))
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be written ({first_line(error)})") from error
+
+
+def read_head(path: Path, queries: Path | None = None) -> tuple[Head, dict[str, str]]:
+    """A head and the notes on it; its hidden states may be in a file of their own. Nothing in a file is executed.
+
+    Raises:
+        InputError: when a file is missing, damaged, of another kind or of a later format.
+    """
+    tensors, notes = _read(path)
+    states = tensors if queries is None else _read(queries)[0]
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    if weight is None or weight.ndim != 2 or not weight.is_floating_point():
+        raise InputError(f"{path}: expected a matrix 'weight', found {listed(tensors)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"{path}: bias: expected {weight.shape[0]} numbers, found {tuple(bias.shape)}")
+    place = queries or path
+    corpora = {}
+    for name in sorted(key.removesuffix(".test") for key in states if key.endswith(".test")):
+        if f"{name}.calibration" not in states:
+            raise InputError(f"{place}: expected {name}.calibration with {name}.test, found {listed(states)}")
+        corpora[name] = Corpus(states[f"{name}.calibration"], states[f"{name}.test"])
+        for rows in corpora[name]:
+            if rows.ndim != 2 or rows.shape[1] != weight.shape[1]:
+                raise InputError(f"{place}: {name}: expected rows of {weight.shape[1]}, found {tuple(rows.shape)}")
+    try:
+        softcap = float(notes["softcap"]) if "softcap" in notes else None
+        return Head(weight, bias, float(notes.get("beta", "1")), softcap, corpora), notes
+    except ValueError as error:
+        raise InputError(f"{path}: damaged metadata ({error})") from None
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        with safe_open(path, "pt") as file:
+            notes = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
+    if notes.get("format_version", FORMAT) != FORMAT:
+        raise InputError(f"{path}: expected format version {FORMAT}, found {notes['format_version']!r}")
+    return tensors, notes
