@@ -23,7 +23,7 @@ def made(**options: Any) -> tuple[AdaptiveSoftmax, torch.Tensor]:
     chosen: dict[str, Any] = {"delta": 0.1, "method": "coordinates", **options}
     head = AdaptiveSoftmax(weight.to(torch.bfloat16), torch.linspace(0, 1, 30), beta=1.5, **chosen)
     if head.guarantee == "calibrated":
-        head.calibrate(x[5:])
+        head.calibrate(x[5:], 3)
     return head, x[:5]
 
 
@@ -41,7 +41,7 @@ def test_round_trip(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_an_uncalibrated_head(tmp_path: Path) -> None:
     AdaptiveSoftmax(torch.ones(3, 2)).save(tmp_path / "head")
-    assert AdaptiveSoftmax.load(tmp_path / "head").calibration is None
+    assert AdaptiveSoftmax.load(tmp_path / "head").calibrations == {}
 
 
 def test_not_there(tmp_path: Path) -> None:
@@ -80,7 +80,9 @@ SETTINGS = {
     "read_chosen": True,
     "rotate": False,
     "seed": 0,
+    "calibrations": {},
 }
+LARGE = torch.ones(3, 40)  # whose calibration has one round
 
 
 @pytest.mark.parametrize(
@@ -94,26 +96,23 @@ SETTINGS = {
         ({"weight": torch.ones(3, 2)}, {**SETTINGS, "eps": 2}, "eps: "),
         ({"weight": torch.ones(3, 2)}, {**SETTINGS, "method": ["exact"]}, "method: "),
         ({"weight": torch.ones(3, 2)}, {"eps": 0.3}, "'delta'"),
-        ({"weight": torch.ones(3, 2), "calibration.scale": torch.ones(1)}, SETTINGS, "'calibration'"),
+        ({"weight": LARGE, "calibrations.1": torch.ones(1)}, SETTINGS, "unexpected content"),
+        ({"weight": LARGE}, {**SETTINGS, "calibrations": {"1": 9}}, "'calibrations.1'"),
+        ({"weight": LARGE}, {**SETTINGS, "calibrations": [1]}, "broken"),
+        ({"weight": LARGE, "calibrations.1": torch.ones(2)}, {**SETTINGS, "calibrations": {"1": 9}}, "1 numbers"),
+        ({"weight": LARGE, "calibrations.1": -torch.ones(1)}, {**SETTINGS, "calibrations": {"1": 9}}, "1 numbers"),
         (
-            {"weight": torch.ones(3, 2), "calibration.scale": torch.ones(1)},
-            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.1}},
-            "calibration.scale: expected 0 numbers",
+            {"weight": LARGE, "calibrations.1": torch.ones(1).long()},
+            {**SETTINGS, "calibrations": {"1": 9}},
+            "1 numbers",
         ),
+        ({"weight": LARGE, "calibrations.9": torch.ones(1)}, {**SETTINGS, "calibrations": {"9": 9}}, "k: "),
+        ({"weight": LARGE, "calibrations.x": torch.ones(1)}, {**SETTINGS, "calibrations": {"x": 9}}, "broken"),
+        ({"weight": LARGE, "calibrations.1": torch.ones(1)}, {**SETTINGS, "calibrations": {"1": "9"}}, "queries: "),
         (
-            {"weight": torch.ones(3, 40), "calibration.scale": torch.full((1,), -1.0)},
-            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.1}},
-            "calibration.scale",
-        ),
-        (
-            {"weight": torch.ones(3, 40), "calibration.scale": torch.ones(1)},
-            {**SETTINGS, "calibration": {"queries": 9, "delta": 0.2}},
+            {"weight": LARGE, "calibrations.1": torch.ones(1)},
+            {**SETTINGS, "guarantee": "pac", "calibrations": {"1": 9}},
             "made for another guarantee",
-        ),
-        (
-            {"weight": torch.ones(3, 40), "calibration.scale": torch.ones(1)},
-            {**SETTINGS, "calibration": [1]},
-            "broken",
         ),
     ],
 )
@@ -147,7 +146,7 @@ def test_truncated_and_flipped(tmp_path: Path) -> None:
         broken[chosen.randrange(2000)] ^= 1 << chosen.randrange(8)
         path.write_bytes(broken)
         with contextlib.suppress(InputError):
-            AdaptiveSoftmax.load(path).topk(x, 2)
+            AdaptiveSoftmax.load(path).topk(x, 3)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +179,4 @@ def test_metadata_is_plain(tmp_path: Path) -> None:
     head.save(tmp_path / "head")
     _, settings = index_file.read(tmp_path / "head")
     assert json.loads(json.dumps(settings)) == settings
-    assert settings["calibration"] == {"queries": 55, "delta": 0.1}
+    assert settings["calibrations"] == {"3": 55}

@@ -66,7 +66,7 @@ def run(
                 weight, bias, eps=eps, delta=delta, beta=head.beta, method="coordinates", guarantee=guarantee
             )
             if guarantee == "calibrated":
-                sieve.calibrate(calibrating, generator=generator)
+                sieve.calibrate(calibrating, k, generator=generator)
             right, coordinates, full = [], [], []
             for x, logits in zip(torch.split(queries, _AT_A_TIME), torch.split(exact, _AT_A_TIME), strict=True):
                 found = sieve.topk(x, k, generator=generator)

@@ -44,8 +44,9 @@ class AdaptiveSoftmax:
         guarantee: what the intervals of ``"coordinates"`` rest on.
             ``"pac"``: nothing fitted. With ``noise`` sub-Gaussian intervals that hold if ``noise`` is true; without,
             Bernstein intervals from bounds computed from weight and query, which hold for every weight and query.
-            ``"calibrated"``: widths are conformal quantiles over sample queries (`calibrate`). They hold for queries
-            exchangeable with these, on average over sample and query, and promise nothing about others.
+            ``"calibrated"``: widths are such that answers to sample queries are right (`calibrate`, a conformal
+            quantile). That holds for queries exchangeable with these, on average over sample and query, and promises
+            nothing about others.
         noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its
             distance from its mean is sub-Gaussian with this variance.
         read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they
@@ -101,9 +102,9 @@ class AdaptiveSoftmax:
         self.method, self.guarantee = method, guarantee
         self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e300)
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
-        self.calibration: Calibration | None = None
+        self.calibrations: dict[int, Calibration] = {}  # by k, 0 for `log_partition`
         self._plain = self._reader = Reader(self.weight)
-        self._bounds: Bounds | None = None
+        self._bounds: dict[int, Bounds] = {}
         if rotate:
             generator = torch.Generator().manual_seed(seed)
             self._signs = random_signs(padded(weight.shape[1]), generator=generator).to(weight.device)
@@ -155,16 +156,22 @@ class AdaptiveSoftmax:
         answer = self._solve(queries, 0, generator)
         return LogPartition(*_shaped(answer[3:], x.shape[:-1]))
 
-    def calibrate(self, queries: Tensor, *, generator: torch.Generator | None = None) -> Calibration:
-        """Fit the intervals of ``guarantee="calibrated"`` on sample queries (N, d), replacing earlier ones.
+    def calibrate(self, queries: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> Calibration:
+        """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
 
         Warns when there are too few for ``delta``: then nothing can be promised from a part, and everything is read.
+
+        Args:
+            queries: (N, d), what later queries will be like.
+            k: the one that will be asked for; others need a calibration of their own.
+            generator: of everything that is drawn.
         """
         if self.guarantee != "calibrated" or self.method != "coordinates":
             raise ValueError(
                 "calibrate: expected method='coordinates' and guarantee='calibrated', "
                 f"found {self.method!r} and {self.guarantee!r}"
             )
+        _checks.whole_number("k", k, 0, len(self.weight))
         sample = self._queries("queries", queries)
         fewest = calibration.needed(self.delta)
         if len(sample) < fewest:
@@ -173,10 +180,8 @@ class AdaptiveSoftmax:
                 "every answer will be exact",
                 stacklevel=2,
             )
-        found = calibration.calibrate(
-            self._reader, self._plain, sample, self._turn(sample), self.delta, generator=generator
-        )
-        self.calibration, self._bounds = found, Calibrated(self._reader, found.scale)
+        found = calibration.calibrate(self._problem(sample, k), self.delta, generator=generator)
+        self.calibrations[k], self._bounds[k] = found, Calibrated(self._reader, found.scale)
         return found
 
     # -- answering -----------------------------------------------------------------------------------------------------
@@ -189,22 +194,34 @@ class AdaptiveSoftmax:
     def _turn(self, rows: Tensor) -> Tensor:
         return rotate(rows.to(self._plain.dtype), self._signs) if self.rotate else rows
 
-    def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
+    def _problem(self, queries: Tensor, k: int) -> coordinates.Problem:
         bias = None if self.bias is None else self.bias.to(queries.dtype) * self.beta
-        problem = coordinates.Problem(self._reader, self._plain, queries, queries, bias, k, self.eps, self.read_chosen)
-        if self.method != "coordinates":
-            return coordinates.solve(problem, coordinates.NoRounds(), generator)
-        return coordinates.solve(problem._replace(turned=self._turn(queries)), self._made_bounds(), generator)
+        return coordinates.Problem(
+            self._reader, self._plain, queries, self._turn(queries), bias, k, self.eps, self.read_chosen
+        )
 
-    def _made_bounds(self) -> Bounds:
-        if self._bounds is None:
-            if self.guarantee == "calibrated":
-                raise RuntimeError("not calibrated: call calibrate(queries) first, or ask for guarantee='pac'")
-            if self.noise is None:
-                self._bounds = Computed(self._reader, self.delta)
-            else:
-                self._bounds = Declared(self._reader, self.noise, self.delta)
-        return self._bounds
+    def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
+        bounds = self._bounds_for(k) if self.method == "coordinates" else coordinates.NoRounds()
+        return coordinates.solve(self._problem(queries, k), bounds, generator)
+
+    def _bounds_for(self, k: int) -> Bounds:
+        if self.guarantee == "calibrated":
+            if k not in self._bounds:
+                found = (
+                    f"found calibrations for k = {', '.join(map(str, self._bounds))}" if self._bounds else "found none"
+                )
+                raise RuntimeError(
+                    f"not calibrated for k = {k}, {found}: call calibrate(queries, k={k}) first, "
+                    "or ask for guarantee='pac'"
+                )
+            return self._bounds[k]
+        if 0 not in self._bounds:  # one for all k
+            self._bounds[0] = (
+                Computed(self._reader, self.delta)
+                if self.noise is None
+                else Declared(self._reader, self.noise, self.delta)
+            )
+        return self._bounds[0]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -220,9 +237,8 @@ class AdaptiveSoftmax:
         if self.bias is not None:
             tensors["bias"] = self.bias
         settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
-        if self.calibration is not None:
-            tensors["calibration.scale"] = self.calibration.scale
-            settings["calibration"] = {"queries": self.calibration.queries, "delta": self.calibration.delta}
+        settings["calibrations"] = {str(k): found.queries for k, found in self.calibrations.items()}
+        tensors |= {f"calibrations.{k}": found.scale for k, found in self.calibrations.items()}
         index_file.write(Path(path), tensors, settings)
 
     @classmethod
@@ -236,27 +252,27 @@ class AdaptiveSoftmax:
 
         tensors, settings = index_file.read(Path(path))
         try:
-            if (unknown := settings.keys() - {*_SETTINGS, "calibration"}) or tensors.keys() - _TENSORS:
-                raise ValueError(f"unexpected content {sorted({*unknown, *(tensors.keys() - _TENSORS)})}")
-            head = cls(tensors["weight"], tensors.get("bias"), **{name: settings[name] for name in _SETTINGS})
-            if "calibration.scale" in tensors:
-                head._restore(tensors["calibration.scale"], settings["calibration"])
-        except (KeyError, TypeError, ValueError) as error:
+            head = cls(tensors.pop("weight"), tensors.pop("bias", None), **{n: settings.pop(n) for n in _SETTINGS})
+            for k, queries in settings.pop("calibrations").items():
+                head._restore(int(k), tensors.pop(f"calibrations.{k}"), queries)
+            if settings or tensors:
+                raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: broken: {error}") from error
         return head
 
-    def _restore(self, scale: Tensor, made: dict[str, Any]) -> None:
+    def _restore(self, k: int, scale: Tensor, queries: int) -> None:
         bounds = Calibrated(self._reader, scale)
-        if scale.shape != (bounds.count,) or bool((scale.isnan() | (scale < 0)).any()):
-            raise ValueError(f"calibration.scale: expected {bounds.count} numbers, found {tuple(scale.shape)}")
-        _checks.whole_number("calibration.queries", made["queries"], 1, 2**63 - 1)
-        if made["delta"] != self.delta or self.guarantee != "calibrated":
-            raise ValueError("calibration: made for another guarantee")
-        self.calibration, self._bounds = Calibration(scale, made["queries"], self.delta), bounds
+        _checks.whole_number("k", k, 0, len(self.weight))
+        _checks.whole_number("queries", queries, 1, 2**63 - 1)
+        if scale.shape != (bounds.count,) or not scale.is_floating_point() or bool((scale.isnan() | (scale < 0)).any()):
+            raise ValueError(f"calibrations.{k}: expected {bounds.count} numbers, found shape {tuple(scale.shape)}")
+        if self.guarantee != "calibrated":
+            raise ValueError("calibrations: made for another guarantee")
+        self.calibrations[k], self._bounds[k] = Calibration(scale, queries, self.delta), bounds
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
-_TENSORS = {"weight", "bias", "calibration.scale"}
 
 
 def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:

@@ -1,16 +1,17 @@
-"""How far an estimate can be from the truth, for all rows and rounds at once with probability 1 - delta.
+"""How far an estimate can be from the truth.
 
 A round reads a prefix of a random order of the coordinates. Three kinds of rounds, one for each thing that may be
 known:
 
 - `Declared`: the caller declares the variance of the noise of a pull, as in the paper. Sub-Gaussian intervals.
 - `Computed`: nothing is declared; Bernstein's inequality with bounds computed from the weight and the query.
-- `Calibrated`: sample queries were measured (`calibration`); their quantile times a predicted deviation.
+- `Calibrated`: a predicted deviation times what it took to answer sample queries rightly (`calibration`).
 
 The last two estimate ``(A - centre) x`` and add ``centre . x``, where the centre is the mean row: what all logits have
 in common is known, not estimated. Below, ``A`` stands for that difference.
 
-Only these make intervals. Everything after them (`coordinates`) is arithmetic that holds whenever all intervals do.
+Only these make intervals. Those of the first two hold for all rows and rounds at once with probability 1 - delta, and
+everything after them (`coordinates`) is arithmetic.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Round(NamedTuple):
 class Bounds(Protocol):
     """Makes the rounds of a call."""
 
+    hold: bool  # whether the intervals themselves are promised to hold, or only the answers made from them
+
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
         """Rounds for the queries (batch, d), each reading about twice as much as the one before."""
 
@@ -76,6 +79,8 @@ class Declared:
     comparison, without. Union over rows and rounds.
     """
 
+    hold = True
+
     def __init__(self, reader: Reader, noise: float, delta: float) -> None:
         self.reader, self.noise = reader, noise
         self.log_term = log_term(reader.rows, reader.size, delta)
@@ -105,6 +110,8 @@ class Computed:
     L / 2) + sqrt(V' + b L / 2)`` but with probability ``exp(-L)`` (Maurer and Pontil's argument). Union over rows and
     rounds.
     """
+
+    hold = True
 
     def __init__(self, reader: Reader, delta: float) -> None:
         self.reader = reader
@@ -165,10 +172,11 @@ class Calibrated:
     """Weighted order without replacement, widths from sample queries.
 
     Half an interval is ``scale[round] * s_i``, where ``s_i = |A_i| sqrt(sum_j a_j x_j^2 (1 - pi_j) / pi_j)`` predicts
-    the deviation (``a_j`` the share of column j in the squares of the weight), and ``scale`` is a conformal quantile of
-    what the error came to in these units. No assumption on weight, query or prediction; the query must be exchangeable
-    with the sample queries.
+    the deviation (``a_j`` the share of column j in the squares of the weight). `calibration` chooses ``scale`` so that
+    the *answers* made from such intervals are right; the intervals themselves may well fail to hold for some row.
     """
+
+    hold = False
 
     def __init__(self, reader: Reader, scale: Tensor | None = None) -> None:
         self.reader, self.scale = reader, scale

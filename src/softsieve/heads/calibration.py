@@ -1,4 +1,4 @@
-"""Split-conformal quantiles: how wide intervals must be for queries like the sample queries."""
+"""Split-conformal calibration: how wide intervals must be for answers to queries like the sample queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from softsieve.heads.bounds import Calibrated, offset
-from softsieve.heads.reader import Reader
+from softsieve.heads.coordinates import Answer, Problem, solve
+
+WIDTHS = tuple(4 * 0.87**number for number in range(27))  # that are tried, down to a tenth
 
 
 class Calibration(NamedTuple):
@@ -33,58 +35,94 @@ def needed(delta: float) -> int:
     return next(count for count in range(scoring, 2 * scoring + 2) if count - count // 3 >= scoring)
 
 
-def conformal_quantile(scores: Tensor, delta: float) -> float:
-    """What the score of one more exchangeable query exceeds with probability at most delta.
+def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | None) -> Calibration:
+    """Fit the widths of `Calibrated` intervals on the queries of a problem.
 
-    The ``ceil((1 - delta) (N + 1))``-th smallest of N scores; infinite when there is none.
-
-    Example:
-        >>> conformal_quantile(torch.arange(1.0, 20.0), 0.1)
-        18.0
+    A third of them, at random, shapes: how large errors are in each round. The others are answered with that shape
+    times a width, from wide to narrow. The score of a query is the least width down to which all its answers are right:
+    the top k, every probability within eps, and the normaliser within its interval. The width taken is the conformal
+    quantile of the scores, the ``ceil((1 - delta) (M + 1))``-th smallest of M; one more exchangeable query has a
+    greater score, and only then may its answer be wrong, with probability delta at most. Whether intervals hold does
+    not matter.
     """
-    rank = math.ceil(round((1 - delta) * (len(scores) + 1), 9))
-    return float(scores.double().sort().values[rank - 1]) if rank <= len(scores) else math.inf
+    count = len(problem.x)
+    bounds = Calibrated(problem.reader)
+    mixed = torch.randperm(count, generator=generator).to(problem.x.device)
+    shaping, scoring = (
+        problem._replace(x=problem.x[part], turned=problem.turned[part])
+        for part in (mixed[: count // 3], mixed[count // 3 :])
+    )
+    if bounds.count == 0:  # so few coordinates that all are read at once
+        return Calibration(torch.zeros(0, dtype=torch.float64), count, delta)
+    shape = (
+        _errors(bounds, shaping, generator).quantile(0.9, 0).clamp_min(1e-30)
+        if count >= 3
+        else torch.ones(bounds.count)
+    )
+    shape = shape.double().cpu()
+    return Calibration(shape * _width(scoring, shape, delta, generator), count, delta)
 
 
-def calibrate(
-    reader: Reader, plain: Reader, queries: Tensor, turned: Tensor, delta: float, *, generator: torch.Generator | None
-) -> Calibration:
-    """Fit the widths of `Calibrated` intervals.
-
-    A third of the queries, at random, say how the rounds compare with each other; the others' largest error over all
-    rows and rounds, in these units, is the score whose conformal quantile is taken. So all intervals of a query hold at
-    once with probability 1 - delta.
-
-    Args:
-        reader, turned: what prefixes are read from, rotated or not, and the sample queries that belong to it, (N, d).
-        plain, queries: the same as they are, for the exact products.
-    """
-    bounds = Calibrated(reader)
-    count, step = len(turned), max(1, (1 << 24) // reader.rows)
-    errors = torch.cat(
-        [
-            _errors(bounds, x, plain.full(exact), generator)
-            for x, exact in zip(torch.split(turned, step), torch.split(queries, step), strict=True)
-        ]
-    )  # (N, rounds)
-    mixed = torch.randperm(count, generator=generator)
-    shaping, scoring = errors[mixed[: count // 3]], errors[mixed[count // 3 :]]
-    if errors.shape[1] == 0:  # so few coordinates that all are read at once
-        return Calibration(errors.new_zeros(0), count, delta)
-    shape = shaping.quantile(0.9, 0).clamp_min(1e-30) if len(shaping) else errors.new_ones(errors.shape[1])
-    score = (scoring / shape).amax(-1)
-    return Calibration(shape * conformal_quantile(score, delta), count, delta)
+def _width(problem: Problem, shape: Tensor, delta: float, generator: torch.Generator | None) -> float:
+    """The conformal quantile of the scores, infinite when it is beyond all that are tried."""
+    allowed = len(problem.x) - math.ceil(round((1 - delta) * (len(problem.x) + 1), 9))
+    if allowed < 0:
+        return math.inf
+    found = math.inf
+    left = problem  # queries that were right so far
+    for width in WIDTHS:
+        answer = solve(left, Calibrated(problem.reader, shape * width), generator)
+        fine = right(answer, left)
+        if len(problem.x) - int(fine.sum()) > allowed:
+            break
+        left, found = left._replace(x=left.x[fine], turned=left.turned[fine]), width
+    return found
 
 
-def _errors(bounds: Calibrated, x: Tensor, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+def right(answer: Answer, problem: Problem) -> Tensor:
+    """Whether each answer is, by the exact logits; up to rounding. (batch,)"""
+    k, eps = problem.k, problem.eps
+    step = max(1, (1 << 24) // problem.plain.rows)
+    best, log_z, chosen = (
+        torch.cat(parts)
+        for parts in zip(
+            *(
+                _exact(problem, x, indices)
+                for x, indices in zip(torch.split(problem.x, step), torch.split(answer.indices, step), strict=True)
+            ),
+            strict=True,
+        )
+    )
+    rounding = 1e-5 * (1 + torch.cat([best, log_z[:, None]], -1).abs().amax(-1, keepdim=True))
+    top = ((chosen.sort(-1, descending=True).values - best).abs() <= rounding).all(-1)
+    p = (chosen - log_z[:, None]).exp()
+    close = ((answer.probs - p).abs() <= (eps + rounding) * p).all(-1)
+    low, high = answer.log_z_interval.unbind(-1)
+    inside = (low - rounding[:, 0] <= log_z) & (log_z <= high + rounding[:, 0])
+    total = (answer.log_z - log_z).expm1().abs() <= eps + rounding[:, 0]
+    return top & close & inside & (total if k == 0 else torch.ones_like(total))
+
+
+def _exact(problem: Problem, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits, the normaliser, and the logits of the answer."""
+    logits = problem.plain.full(x)
+    if problem.bias is not None:
+        logits += problem.bias
+    return logits.topk(problem.k, -1).values, logits.logsumexp(-1), logits.gather(-1, indices)
+
+
+def _errors(bounds: Calibrated, problem: Problem, generator: torch.Generator | None) -> Tensor:
     """Largest error over rows in predicted deviations, (batch, rounds)."""
     found = []
-    for index, factor, deviation in bounds.prefixes(x, generator):
+    step = max(1, (1 << 24) // problem.plain.rows)
+    for x, turned in zip(torch.split(problem.x, step), torch.split(problem.turned, step), strict=True):
+        exact, rounds = problem.plain.full(x), []
         # What rounding alone does is no error, or a query read in full would count as infinitely wrong.
         rounding = 1e-5 * torch.linalg.vector_norm(x, dim=-1, keepdim=True) * bounds.norm
-        value = bounds.reader.columns(index, factor) + offset(bounds.reader, x, index, factor)[:, None]
-        error = ((value - exact).abs() - rounding).clamp_min(0)
-        predicted = deviation[:, None] * bounds.norm
-        error = torch.where(predicted > 0, error / predicted, torch.where(error > 0, torch.inf, 0.0))
-        found.append(error.amax(-1).double())
-    return torch.stack(found, -1) if found else exact.new_zeros(len(x), 0, dtype=torch.float64)
+        for index, factor, deviation in bounds.prefixes(turned, generator):
+            value = bounds.reader.columns(index, factor) + offset(bounds.reader, turned, index, factor)[:, None]
+            error = ((value - exact).abs() - rounding).clamp_min(0)
+            predicted = deviation[:, None] * bounds.norm
+            rounds.append((error / predicted).where(predicted > 0, 0.0).amax(-1).double())
+        found.append(torch.stack(rounds, -1))
+    return torch.cat(found)

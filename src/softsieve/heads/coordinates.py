@@ -1,13 +1,13 @@
 """The algorithm of the paper for any k: read prefixes of a random order until intervals decide, the rest in full.
 
-All that is left to chance are the intervals of `bounds`. While they hold, a row whose upper end is below the k-th
-largest lower end is not among the top k, and every probability lies between its least and its greatest value over the
-intervals. So one probability delta serves best arms and normaliser alike, and no constant stands between an interval
-and an answer.
+While the intervals of `bounds` hold, a row whose upper end is below the k-th largest lower end is not among the top k,
+and every probability lies between its least and its greatest value over the intervals. So one probability delta serves
+best arms and normaliser alike, and no constant stands between an interval and an answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class Answer(NamedTuple):
 class NoRounds:
     """Reads nothing by prefixes, hence everything in full: the exact answer."""
 
+    hold = True
+
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
         return iter(())
 
@@ -77,7 +79,7 @@ def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) 
     while bool(state.wanted.any()):
         state.read(state.wanted)
         _settle(state)
-    return _answer(state)
+    return _answer(state, bounds.hold)
 
 
 def _worthwhile(state: _State, rounds: list[Round]) -> Iterator[Round]:
@@ -102,9 +104,8 @@ def _promising(state: _State, round: Round) -> bool:
     half = round.half(here[:, None], torch.arange(low.shape[1], device=here.device), None)
     middle = (low + high) / 2
     problem = state.problem._replace(read_chosen=False)
-    left, _ = _unsettled(
-        problem, torch.maximum(low, middle - half), torch.minimum(high, middle + half), state.full[some]
-    )
+    half = half.where(~state.full[some], 0.0)
+    left, _ = _unsettled(problem, middle - half, middle + half, state.full[some])
     return 4 * int(left.sum()) < int(state.wanted.sum())
 
 
@@ -135,19 +136,19 @@ class _State:
             some = _some(here, wanted)
             value = reader.columns(round.coords[some], round.factor[some]) + round.offset[some, None] + self.bias
             half = round.half(here[:, None], torch.arange(reader.rows, device=here.device), None)
-            self._narrow((some,), value, half.where(~self.full[some], torch.inf), size)
+            full = self.full[some]
+            self._set((some,), value.where(~full, self.low[some]), half.where(~full, 0.0), size)
             self.bytes[some] += size * reader.rows * reader.column_bytes
         else:
             query, row = wanted.nonzero(as_tuple=True)
             value, squares = reader.entries(query, row, round.coords, round.factor, round.square)
             value = value + round.offset[query] + self.bias[row]
-            self._narrow((query, row), value, round.half(query, row, squares), size)
+            self._set((query, row), value, round.half(query, row, squares), size)
             self.bytes += wanted.sum(-1) * (size * reader.row_bytes)
 
-    def _narrow(self, at: tuple[Tensor | slice, ...], value: Tensor, half: Tensor, size: int) -> None:
-        self.low[at] = torch.maximum(self.low[at], value - half)
-        self.high[at] = torch.minimum(self.high[at], value + half)
-        self.depth[at] = self.depth[at].clamp_min(size)
+    def _set(self, at: tuple[Tensor | slice, ...], value: Tensor, half: Tensor, size: int) -> None:
+        self.low[at], self.high[at] = value - half, value + half
+        self.depth[at] = size
 
     def read(self, wanted: Tensor) -> None:
         """Read rows in full, or all rows of a query."""
@@ -221,10 +222,16 @@ def _probabilities(low: Tensor, high: Tensor, chosen: Tensor) -> tuple[Tensor, T
     return own_low / (own_low + (greatest - own_high)), own_high / (own_high + (least - own_low))
 
 
-def _answer(state: _State) -> Answer:
+def _answer(state: _State, hold: bool) -> Answer:
     problem, dtype = state.problem, state.low.dtype
     low, high, shift = _masses(state.low, state.high)
     sums = torch.cat(_sums(low, high), -1)
+    log_z = sums.mean(-1).log()
+    ends = sums.log()
+    if not hold:  # the interval is what eps promises of the normaliser, or more
+        least, greatest = log_z + math.log1p(-problem.eps), log_z + math.log1p(problem.eps)
+        ends = torch.stack([torch.minimum(ends[:, 0], least), torch.maximum(ends[:, 1], greatest)], -1)
+        ends = torch.where(state.full.all(-1, keepdim=True), log_z[:, None], ends)
     index = state.low.topk(problem.k, dim=-1).indices
     logits = (state.low.gather(-1, index) + state.high.gather(-1, index)) / 2
     logits, order = logits.sort(-1, descending=True)
@@ -236,8 +243,8 @@ def _answer(state: _State) -> Answer:
         index,
         (2 * least * greatest / (least + greatest)).to(dtype),
         logits,
-        (sums.mean(-1).log() + shift[:, 0]).to(dtype),
-        (sums.log() + shift).to(dtype),
+        (log_z + shift[:, 0]).to(dtype),
+        (ends + shift).to(dtype),
         (kept + state.full * plain.size).sum(-1, dtype=torch.int64),
         state.bytes,
         state.full.all(-1),
