@@ -26,6 +26,12 @@ def peaked(n: int, d: int, count: int, g: torch.Generator) -> Made:
     return weight, weight[row] * (20 / d) + torch.randn(count, d, generator=g) * (1 / d**0.5)
 
 
+def common(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    """Most of every row is what all rows have in common, as in language models."""
+    weight, x = peaked(n, d, count, g)
+    return weight + 5 * torch.randn(1, d, generator=g), x
+
+
 def heavy_tailed(n: int, d: int, count: int, g: torch.Generator) -> Made:
     """Cauchy in weight and query, cut far out."""
     weight, x = (torch.empty(rows, d).cauchy_(generator=g).clamp(-100, 100) for rows in (n, count))
@@ -68,6 +74,7 @@ KINDS: dict[str, Maker] = {
     for made in (
         gaussian,
         peaked,
+        common,
         heavy_tailed,
         duplicates,
         dominant,

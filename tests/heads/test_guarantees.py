@@ -9,7 +9,7 @@ from torch import Tensor
 from softsieve import AdaptiveSoftmax
 from softsieve.heads.bounds import Bounds, Computed, Declared
 from softsieve.heads.reader import Reader
-from tests.heads.instances import KINDS, Maker, gaussian, heavy_tailed, peaked, plausible, right
+from tests.heads.instances import KINDS, Maker, common, gaussian, heavy_tailed, peaked, plausible, right
 
 N, D, EPS, DELTA = 24, 300, 0.3, 0.2
 TRIALS = {"calibrated": 10}  # a calibration each; the others 30
@@ -83,7 +83,7 @@ def worst(bounds: Bounds, reader: Reader, x: Tensor, g: torch.Generator) -> Tens
     return found
 
 
-@pytest.mark.parametrize("kind", [gaussian, peaked, heavy_tailed])
+@pytest.mark.parametrize("kind", [gaussian, peaked, common, heavy_tailed])
 def test_computed_intervals(kind: Maker) -> None:
     """They hold, and are no wider than they have to be by an order of magnitude."""
     broken, sizes = 0, []
