@@ -118,7 +118,8 @@ def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name}: expected device {weight.device}, where the weight is, found {value.device}")
 
 
-def _finite(name: str, value: Tensor) -> None:
+def finite(name: str, value: Tensor) -> None:
+    """Refuse NaN and infinity."""
     # A finite sum says it, without a temporary of the size of the tensor.
     if not bool(value.sum(dtype=torch.float64).isfinite()) and not bool(value.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
@@ -129,7 +130,7 @@ def matrix(name: str, value: Tensor) -> None:
     _floats(name, value, "(n, d)")
     if value.ndim != 2:
         raise ValueError(f"{name}: expected a matrix (n, d), found shape {tuple(value.shape)}")
-    _finite(name, value)
+    finite(name, value)
 
 
 def vector(name: str, value: Tensor, weight: Tensor) -> None:
@@ -138,7 +139,7 @@ def vector(name: str, value: Tensor, weight: Tensor) -> None:
     if value.shape != weight.shape[:1]:
         raise ValueError(f"{name}: expected shape ({len(weight)},), one a row, found {tuple(value.shape)}")
     _beside_weight(name, value, weight)
-    _finite(name, value)
+    finite(name, value)
 
 
 def queries(name: str, value: Tensor, weight: Tensor) -> None:
@@ -147,4 +148,4 @@ def queries(name: str, value: Tensor, weight: Tensor) -> None:
     if value.ndim == 0 or value.shape[-1] != weight.shape[1]:
         raise ValueError(f"{name}: expected shape (..., {weight.shape[1]}), found {tuple(value.shape)}")
     _beside_weight(name, value, weight)
-    _finite(name, value)
+    finite(name, value)

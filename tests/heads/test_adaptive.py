@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softsieve import AdaptiveSoftmax
+from softsieve import AdaptiveSoftmax, TopK
+from softsieve.heads.bounds import Calibrated
 from softsieve.reference.heads import topk_softmax
 from tests.heads.instances import gaussian, peaked, right
 
@@ -218,6 +219,59 @@ def test_repr() -> None:
     )
 
 
+def test_probabilities_of_all_sizes() -> None:
+    weight = torch.tensor([[0.0], [-85.0], [-100.0], [-300.0], [-2000.0]], dtype=torch.float64)
+    for options in ({}, {"method": "coordinates", "guarantee": "pac"}):
+        answer = AdaptiveSoftmax(weight, **options).topk(torch.ones(1, dtype=torch.float64), 5)  # type: ignore[arg-type]
+        torch.testing.assert_close(answer.probs, weight[:, 0].softmax(0), rtol=1e-9, atol=0)
+
+
+def test_a_query_is_answered_as_in_any_other_batch() -> None:
+    """Or what was calibrated on many would say nothing of one. The first of a batch draws the same coordinates."""
+    g = seeded(3)
+    weight = torch.randn(1100, 1024, generator=g)
+    flat, near, peak = (scale * torch.randn(1024, generator=g) for scale in (1e-4, 0.05, 0.3))
+    for wide in (0.5, 2.0):
+        head = AdaptiveSoftmax(weight, method="coordinates", delta=0.1)
+        head._bounds[1] = Calibrated(head._reader, torch.full((6,), wide, dtype=torch.float64))
+        for asked in (flat, near, peak):
+            answers = [head.topk(torch.stack([asked, other]), generator=seeded()) for other in (flat, near, peak)]
+            for answer in answers[1:]:
+                for one, another in zip(answers[0], answer, strict=True):
+                    torch.testing.assert_close(one[0], another[0], rtol=1e-5, atol=1e-5)
+
+
+def test_zeros_are_not_read() -> None:
+    weight, _ = made(n=40, d=600)
+    x = torch.zeros(600)
+    x[[5, 77, 300]] = torch.tensor([1.0, -2.0, 0.5])
+    answer = AdaptiveSoftmax(weight, method="coordinates", guarantee="pac", read_chosen=False).topk(x)
+    assert right(TopK(*(value[None] for value in answer)), weight, x[None], 1e-4).all()
+    assert int(answer.coordinates) == 40 * 3
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1e-25), (1e-13, 1e-13), (1e-25, 1e25), (1e20, 0.0), (1e-40, 1.0)])
+def test_numbers_of_all_sizes(scales: tuple[float, float]) -> None:
+    """Squares that float32 cannot hold make intervals neither NaN nor narrow."""
+    for seed in range(10):
+        weight, x = gaussian(20, 3000, 1, seeded(seed))
+        weight, x = weight * scales[0], x * scales[1]
+        head = AdaptiveSoftmax(weight, method="coordinates", guarantee="pac")
+        truth = x.double() @ weight.double().T
+        answer, total = head.topk(x, generator=seeded(seed)), head.log_partition(x, generator=seeded(seed))
+        best = truth.gather(-1, answer.indices)
+        assert (truth.max() - best) <= 1e-4 * truth.abs().max() + 1e-44
+        assert float(total.log_z) == pytest.approx(float(truth.logsumexp(-1)), abs=0.3)
+
+
+def test_log_partition_at_the_ends_of_its_interval() -> None:
+    """Whatever the truth is within the interval, the sum is within eps of it."""
+    weight, x = gaussian(30, 3000, 20, seeded())
+    found = AdaptiveSoftmax(weight, method="coordinates", guarantee="pac", eps=0.3).log_partition(x, generator=seeded())
+    for end in found.log_z_interval.unbind(-1):
+        assert ((found.log_z - end).expm1().abs() <= 0.3 + 1e-4).all()
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +338,13 @@ def test_largest_finite_numbers_are_no_infinity() -> None:
     """Their sum is."""
     weight = torch.full((4, 3), 3e38)
     assert AdaptiveSoftmax(weight).topk(torch.full((3,), 1e-38)).probs == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("weight", "x", "beta"), [(1.0, 1e39, 1.0), (1.0, 1e10, 1e30), (1e30, 1e30, 1.0)], ids=str)
+def test_logits_beyond_the_dtype(weight: float, x: float, beta: float) -> None:
+    head = AdaptiveSoftmax(torch.full((4, 3), weight), beta=beta)
+    with pytest.raises(ValueError, match=r"x(:| times beta: expected finite)"):
+        head.topk(torch.full((3,), x, dtype=torch.float64))
 
 
 def test_not_calibrated() -> None:

@@ -75,7 +75,7 @@ def worst(bounds: Bounds, reader: Reader, x: Tensor, g: torch.Generator) -> Tens
     found = torch.zeros(len(x))
     query, row = (at.flatten() for at in torch.meshgrid(torch.arange(len(x)), torch.arange(reader.rows), indexing="ij"))
     for round in bounds.rounds(x, g):
-        value, squares = reader.entries(query, row, round.coords, round.factor, round.square)
+        value, squares = reader.entries(query, row, round.coords, round.factor, round.root)
         value = value + round.offset[query]
         error = (value.view(exact.shape) - exact).abs()
         half = round.half(query, row, squares).view(exact.shape)

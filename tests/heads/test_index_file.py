@@ -146,7 +146,9 @@ def test_truncated_and_flipped(tmp_path: Path) -> None:
         broken[chosen.randrange(2000)] ^= 1 << chosen.randrange(8)
         path.write_bytes(broken)
         with contextlib.suppress(InputError):
-            AdaptiveSoftmax.load(path).topk(x, 3)
+            head = AdaptiveSoftmax.load(path)
+            with contextlib.suppress(ValueError):  # flipped weights may have logits beyond their dtype
+                head.topk(x, 3)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +166,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         head.save(path)
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_bias_that_is_part_of_the_weight(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    AdaptiveSoftmax(weight, weight[0]).save(tmp_path / "head")
+    assert torch.equal(AdaptiveSoftmax.load(tmp_path / "head").bias, weight[0])  # type: ignore[arg-type]
 
 
 def test_nowhere_to_write(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class AdaptiveSoftmax:
         self.eps, self.delta = _checks.open_unit("eps", eps), _checks.open_unit("delta", delta)
         self.beta = _checks.number("beta", beta, -1e30, 1e30)
         self.method, self.guarantee = method, guarantee
-        self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e300)
+        self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e30)
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
         self.calibrations: dict[int, Calibration] = {}  # by k, 0 for `log_partition`
         self._plain = self._reader = Reader(self.weight)
@@ -189,7 +189,9 @@ class AdaptiveSoftmax:
     def _queries(self, name: str, x: Tensor) -> Tensor:
         """Checked, times beta, (batch, d)."""
         _checks.queries(name, x, self.weight)
-        return x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype) * self.beta
+        scaled = x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype) * self.beta
+        _checks.finite(f"{name} times beta", scaled)
+        return scaled
 
     def _turn(self, rows: Tensor) -> Tensor:
         return rotate(rows.to(self._plain.dtype), self._signs) if self.rotate else rows
@@ -202,7 +204,10 @@ class AdaptiveSoftmax:
 
     def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
         bounds = self._bounds_for(k) if self.method == "coordinates" else coordinates.NoRounds()
-        return coordinates.solve(self._problem(queries, k), bounds, generator)
+        answer = coordinates.solve(self._problem(queries, k), bounds, generator)
+        if not bool(answer.log_z.isfinite().all()):
+            raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
+        return answer
 
     def _bounds_for(self, k: int) -> Bounds:
         if self.guarantee == "calibrated":
@@ -235,7 +240,7 @@ class AdaptiveSoftmax:
 
         tensors = {"weight": self.weight}
         if self.bias is not None:
-            tensors["bias"] = self.bias
+            tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
         settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
         settings["calibrations"] = {str(k): found.queries for k, found in self.calibrations.items()}
         tensors |= {f"calibrations.{k}": found.scale for k, found in self.calibrations.items()}

@@ -37,9 +37,9 @@ class Round(NamedTuple):
     """Coordinates to read for every query, and what they tell."""
 
     coords: Tensor  # (batch, m)
-    factor: Tensor  # (batch, m): the estimate is offset + sum factor_m A[i, coords_m]; 0 where a query has fewer than m
+    factor: Tensor  # (batch, m): the estimate is offset + sum factor_m (A - centre)[i, coords_m]; 0 beyond a prefix
     offset: Tensor  # (batch,)
-    square: Tensor | None  # (batch, m): the variance estimate is sum square_m (A - centre)[i, coords_m]^2
+    root: Tensor | None  # (batch, m), float64: the variance estimate is the sum of (root_m (A - centre)[i, coords_m])^2
     half: Half
 
 
@@ -91,7 +91,8 @@ class Declared:
         for size in sizes(d, 4)[: most_rounds(d)]:
             index = order[:, :size]
             factor = x.gather(-1, index) * (d / size)
-            yield Round(index, factor, x.new_zeros(len(x)), None, self._half(size))
+            common = (factor * self.reader.centre[index]).sum(-1)  # the declaration is of pulls as they are
+            yield Round(index, factor, common, None, self._half(size))
 
     def _half(self, size: int) -> Half:
         width = math.sqrt(2 * self.noise / size * self.log_term)
@@ -121,8 +122,8 @@ class Computed:
         self.column_sums = column_sums(reader)
         self.norm = norms(reader) * up
         self.largest = torch.cat([part.abs().amax(-1) for part in centred(reader)]) * up
-        inverse = torch.where(self.column_sums > 0, 1 / self.column_sums, 0.0).to(reader.dtype)
-        self.rho = torch.cat([(part.abs() * inverse).amax(-1) for part in centred(reader)]) * up
+        inverse = torch.where(self.column_sums > 0, 1 / self.column_sums, 0.0)
+        self.rho = torch.cat([(part.abs() * inverse).amax(-1).to(reader.dtype) for part in centred(reader)]) * up
 
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:
         weights = x.double().abs() * self.column_sums
@@ -133,8 +134,10 @@ class Computed:
             time = torch.where(total > 0, FIRST * 2**number / total.clamp_min(1e-300), 0.0)
             pi = inclusion(weights, time).clamp_min(1e-200)
             if number and bool((pi.where(weights > 0, 0.0).sum(-1) > present / 2).all()):
-                return
+                break
             yield self._round(x, weights, pi, order, (arrived <= time).sum(-1))
+        if int(present.max()) <= x.shape[-1] // 2:  # queries with so many zeros that all the rest is little
+            yield self._round(x, weights, torch.ones_like(weights), order, present)
 
     def _round(self, x: Tensor, weights: Tensor, pi: Tensor, order: Tensor, length: Tensor) -> Round:
         spread = (1 - pi) / pi  # variance of I / pi
@@ -142,7 +145,7 @@ class Computed:
         there = torch.arange(index.shape[1], device=x.device) < length[:, None]
         chance, read = pi.gather(-1, index), x.double().gather(-1, index)
         factor = torch.where(there, read / chance, 0.0).to(x.dtype)
-        square = torch.where(there, read.square() * (1 - chance) / chance.square(), 0.0).to(x.dtype)
+        root = torch.where(there, read.abs() * (1 - chance).sqrt() / chance, 0.0)
         # Roots of V, B and roots of b, as far as they do not depend on the row: times rho, and times norm or largest.
         value = x.double().abs()
         step = torch.where(pi < 1, spread.clamp_min(1.0), 0.0)
@@ -154,18 +157,18 @@ class Computed:
             (value * step).amax(-1),
             (value.square() * spread / pi).amax(-1).sqrt(),
         )
-        half = partial(self._half, tuple(part.to(x.dtype) for part in parts))
-        return Round(index, factor, offset(self.reader, x, index, factor), square, half)
+        return Round(index, factor, x @ self.reader.centre, root, partial(self._half, parts))
 
     def _half(self, parts: tuple[Tensor, ...], query: Tensor, row: Tensor, estimated: Tensor | None) -> Tensor:
+        # float64 only where squares of small numbers are, which float32 may not hold.
         rho, norm, largest = self.rho[row], self.norm[row], self.largest[row]
-        vw, bw, ew, vx, bx, ex = (part[query] for part in parts)
+        vw, bw, ew, vx, bx, ex = (part[query].to(rho.dtype if estimated is None else torch.float64) for part in parts)
         deviation = torch.minimum(rho * vw, norm * vx)
         bound = torch.minimum(rho * bw, largest * bx)
         if estimated is not None:
             most = torch.minimum(rho * ew, largest * ex).square() * (self.log_term / 2)
             deviation = torch.minimum(deviation, most.sqrt() + (estimated + most).sqrt())
-        return deviation * math.sqrt(2 * self.log_term) + bound * (self.log_term / 3)
+        return (deviation * math.sqrt(2 * self.log_term) + bound * (self.log_term / 3)).to(rho.dtype)
 
 
 class Calibrated:
@@ -200,8 +203,7 @@ class Calibrated:
             return
         for number, (index, factor, deviation) in enumerate(self.prefixes(x, generator)):
             wide = deviation * self.scale[number].to(deviation)
-            common = offset(self.reader, x, index, factor)
-            yield Round(index, factor, common, None, self._half(wide))
+            yield Round(index, factor, x @ self.reader.centre, None, self._half(wide))
 
     def _half(self, wide: Tensor) -> Half:
         return lambda query, row, _: wide[query] * self.norm[row]
@@ -225,14 +227,11 @@ def centred(reader: Reader) -> Iterator[Tensor]:
     return (part - reader.centre for part in reader.parts())
 
 
-def offset(reader: Reader, x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
-    """What turns an estimate of ``A x`` into one of ``(A - centre) x + centre . x``, (batch,)."""
-    return x @ reader.centre - (factor * reader.centre[index]).sum(-1)
-
-
 def norms(reader: Reader) -> Tensor:
     """Euclidean norms of the centred rows."""
-    return torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in centred(reader)])
+    return torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in centred(reader)]).to(
+        reader.dtype
+    )
 
 
 def column_sums(reader: Reader) -> Tensor:

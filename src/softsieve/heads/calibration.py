@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve.heads.bounds import Calibrated, offset
+from softsieve.heads.bounds import Calibrated
 from softsieve.heads.coordinates import Answer, Problem, solve
 
 WIDTHS = tuple(4 * 0.87**number for number in range(27))  # that are tried, down to a tenth
@@ -93,7 +93,8 @@ def right(answer: Answer, problem: Problem) -> Tensor:
             strict=True,
         )
     )
-    rounding = 1e-5 * (1 + torch.cat([best, log_z[:, None]], -1).abs().amax(-1, keepdim=True))
+    largest = torch.cat([best, log_z[:, None]], -1).abs().amax(-1, keepdim=True)
+    rounding = 16 * torch.finfo(best.dtype).eps * (1 + largest)
     top = ((chosen.sort(-1, descending=True).values - best).abs() <= rounding).all(-1)
     p = (chosen - log_z[:, None]).exp()
     close = ((answer.probs - p).abs() <= (eps + rounding) * p).all(-1)
@@ -120,7 +121,7 @@ def _errors(bounds: Calibrated, problem: Problem, generator: torch.Generator | N
         # What rounding alone does is no error, or a query read in full would count as infinitely wrong.
         rounding = 1e-5 * torch.linalg.vector_norm(x, dim=-1, keepdim=True) * bounds.norm
         for index, factor, deviation in bounds.prefixes(turned, generator):
-            value = bounds.reader.columns(index, factor) + offset(bounds.reader, turned, index, factor)[:, None]
+            value = bounds.reader.columns(index, factor) + (turned @ bounds.reader.centre)[:, None]
             error = ((value - exact).abs() - rounding).clamp_min(0)
             predicted = deviation[:, None] * bounds.norm
             rounds.append((error / predicted).where(predicted > 0, 0.0).amax(-1).double())

@@ -71,8 +71,8 @@ def solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -
 def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -> Answer:
     state = _State(problem)
     rounds = bounds.rounds(problem.turned, generator)
-    for round in rounds if problem.plain.rows < MANY_ROWS else _worthwhile(state, list(rounds)):
-        state.look(round)
+    for round, wanted in _all(state, rounds) if problem.plain.rows < MANY_ROWS else _worthwhile(state, list(rounds)):
+        state.look(round, wanted)
         _settle(state)
         if not bool(state.wanted.any()):
             break
@@ -82,31 +82,39 @@ def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) 
     return _answer(state, bounds.hold)
 
 
-def _worthwhile(state: _State, rounds: list[Round]) -> Iterator[Round]:
-    """The first round, and later ones that promise much; none when the last does not.
+def _all(state: _State, rounds: Iterator[Round]) -> Iterator[tuple[Round, Tensor]]:
+    """Every round, for every row that is wanted."""
+    for round in rounds:
+        yield round, state.wanted
 
-    A matter of time alone: a round that is left out costs nothing, and takes nothing from what the others promise.
+
+def _worthwhile(state: _State, rounds: list[Round]) -> Iterator[tuple[Round, Tensor]]:
+    """The first round, and later ones for queries to which they promise much; none when the last does not.
+
+    Saves the time of rounds that settle nothing. Decided for each query by itself: what it is answered must not depend
+    on the others of its batch.
     """
-    if rounds:
-        yield rounds[0]
-    if not rounds or not _promising(state, rounds[-1]):
-        return
-    for round in rounds[1:]:
-        if _promising(state, round):
-            yield round
+    hope = torch.ones_like(state.full[:, :1])
+    for number, round in enumerate(rounds):
+        if number == 1:
+            hope = _promising(state, rounds[-1])
+        promising = hope if number == 0 else hope & _promising(state, round)
+        wanted = state.wanted & promising
+        if bool(wanted.any()):
+            yield round, wanted
+        elif not bool(hope.any()):
+            return
 
 
-def _promising(state: _State, round: Round) -> bool:
-    """Whether a round would settle three quarters of the wanted rows, if its estimates were those that we have."""
-    here = state.wanted.any(-1).nonzero()[:, 0]
-    some = _some(here, state.wanted)
-    low, high = state.low[some], state.high[some]
-    half = round.half(here[:, None], torch.arange(low.shape[1], device=here.device), None)
-    middle = (low + high) / 2
+def _promising(state: _State, round: Round) -> Tensor:
+    """Whether a round would settle three quarters of a query's rows with the estimates that we have, (batch, 1)."""
+    query = torch.arange(len(state.low), device=state.low.device)
+    half = round.half(query[:, None], torch.arange(state.low.shape[1], device=query.device), None)
+    half = half.where(~state.full, 0.0)
+    middle = (state.low + state.high) / 2
     problem = state.problem._replace(read_chosen=False)
-    half = half.where(~state.full[some], 0.0)
-    left, _ = _unsettled(problem, middle - half, middle + half, state.full[some])
-    return 4 * int(left.sum()) < int(state.wanted.sum())
+    left, _ = _unsettled(problem, middle - half, middle + half, state.full)
+    return 4 * left.sum(-1, keepdim=True) < state.wanted.sum(-1, keepdim=True)
 
 
 def _some(here: Tensor, of: Tensor) -> Tensor | slice:
@@ -128,20 +136,22 @@ class _State:
         self.bytes = torch.zeros(shape[:1], dtype=torch.int64, device=problem.x.device)
         self.bias = problem.x.new_zeros(shape[1]) if problem.bias is None else problem.bias
 
-    def look(self, round: Round) -> None:
+    def look(self, round: Round, wanted: Tensor) -> None:
         """Read a prefix for the wanted rows, or for all rows of a query."""
-        reader, size, wanted = self.problem.reader, round.coords.shape[1], self.wanted
-        here = wanted.any(-1).nonzero()[:, 0]
-        if reader.rows >= MANY_ROWS and int(wanted.sum()) > FEW * len(here) * reader.rows:
+        reader, size = self.problem.reader, round.coords.shape[1]
+        many = wanted.sum(-1) > (FEW * reader.rows if reader.rows >= MANY_ROWS else reader.rows)
+        here = many.nonzero()[:, 0]
+        if len(here):
             some = _some(here, wanted)
             value = reader.columns(round.coords[some], round.factor[some]) + round.offset[some, None] + self.bias
             half = round.half(here[:, None], torch.arange(reader.rows, device=here.device), None)
             full = self.full[some]
             self._set((some,), value.where(~full, self.low[some]), half.where(~full, 0.0), size)
             self.bytes[some] += size * reader.rows * reader.column_bytes
-        else:
-            query, row = wanted.nonzero(as_tuple=True)
-            value, squares = reader.entries(query, row, round.coords, round.factor, round.square)
+        wanted = wanted & ~many[:, None]
+        query, row = wanted.nonzero(as_tuple=True)
+        if len(query):
+            value, squares = reader.entries(query, row, round.coords, round.factor, round.root)
             value = value + round.offset[query] + self.bias[row]
             self._set((query, row), value, round.half(query, row, squares), size)
             self.bytes += wanted.sum(-1) * (size * reader.row_bytes)
@@ -183,18 +193,19 @@ def _unsettled(problem: Problem, low: Tensor, high: Tensor, full: Tensor) -> tup
     chosen = torch.zeros_like(full)
     if k:
         best, index = low.topk(k, dim=-1)
-        candidates = high >= best[:, -1:]
+        candidates = ~(high < best[:, -1:])  # also where arithmetic failed
         wanted = candidates & ~full & (candidates.sum(-1, keepdim=True) > k)
         decided = ~wanted.any(-1, keepdim=True)  # also when too many are left that are tied: any of them will do
         chosen = torch.zeros_like(full).scatter_(1, index, True) & decided & ~full
         if problem.read_chosen and bool(chosen.any()):
             return wanted, chosen
+    ends = _probabilities(low, high, index) if k else _sums(*_masses(low, high)[:2])
+    settled = _close(*ends, eps).all(-1, keepdim=True)
     low, high, _ = _masses(low, high)
-    least, greatest = _sums(low, high)
-    settled = _close(*(_probabilities(low, high, index) if k else (least, greatest)), eps).all(-1, keepdim=True)
+    least, _ = _sums(low, high)
     # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of
     # the sum does not help.
-    doubtful = (high - low > least * (eps / (2 * full.shape[1]))) | chosen
+    doubtful = ~(high - low <= least * (eps / (2 * full.shape[1]))) | chosen
     return wanted | (doubtful & ~settled & ~full), torch.zeros_like(chosen)
 
 
@@ -206,8 +217,8 @@ def _close(least: Tensor, greatest: Tensor, eps: float) -> Tensor:
 def _masses(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exponentials of both ends, over that of the greatest upper end (batch, 1)."""
     shift = high.amax(-1, keepdim=True)
-    # What is below e^-80 of the greatest counts as that: less slows processors down, and it is far from deciding
-    # anything.
+    # In sums, what is below e^-80 of the greatest counts as that: less slows processors down, and it is far from
+    # deciding anything.
     return (low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift
 
 
@@ -217,31 +228,34 @@ def _sums(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 def _probabilities(low: Tensor, high: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Least and greatest probability of the chosen rows (batch, k) over all logits in their intervals."""
-    least, greatest = _sums(low, high)
-    own_low, own_high = low.gather(-1, chosen).double(), high.gather(-1, chosen).double()
-    return own_low / (own_low + (greatest - own_high)), own_high / (own_high + (least - own_low))
+    mass_low, mass_high, shift = _masses(low, high)
+    least, greatest = _sums(mass_low, mass_high)
+    others_low, others_high = least - mass_low.gather(-1, chosen), greatest - mass_high.gather(-1, chosen)
+    own_low, own_high = ((end.gather(-1, chosen).double() - shift).exp() for end in (low, high))
+    return own_low / (own_low + others_high), own_high / (own_high + others_low)
 
 
 def _answer(state: _State, hold: bool) -> Answer:
     problem, dtype = state.problem, state.low.dtype
     low, high, shift = _masses(state.low, state.high)
     sums = torch.cat(_sums(low, high), -1)
-    log_z = sums.mean(-1).log()
-    ends = sums.log()
+    # The number that is within eps of all between; for k > 0 the one that goes with the probabilities.
+    middle = sums.mean(-1) if problem.k else 2 * sums.prod(-1) / sums.sum(-1)
+    log_z, ends = middle.log(), sums.log()
     if not hold:  # the interval is what eps promises of the normaliser, or more
-        least, greatest = log_z + math.log1p(-problem.eps), log_z + math.log1p(problem.eps)
+        least, greatest = log_z - math.log1p(problem.eps), log_z - math.log1p(-problem.eps)
         ends = torch.stack([torch.minimum(ends[:, 0], least), torch.maximum(ends[:, 1], greatest)], -1)
         ends = torch.where(state.full.all(-1, keepdim=True), log_z[:, None], ends)
     index = state.low.topk(problem.k, dim=-1).indices
     logits = (state.low.gather(-1, index) + state.high.gather(-1, index)) / 2
     logits, order = logits.sort(-1, descending=True)
     index = index.gather(-1, order)
-    least, greatest = _probabilities(low, high, index)
+    least, greatest = _probabilities(state.low, state.high, index)
     plain, reader = problem.plain, problem.reader
     kept = state.depth if reader is not plain else torch.where(state.full, 0, state.depth)  # rotated entries are others
     return Answer(
         index,
-        (2 * least * greatest / (least + greatest)).to(dtype),
+        (2 * least * (greatest / (least + greatest).clamp_min(1e-300))).to(dtype),
         logits,
         (log_z + shift[:, 0]).to(dtype),
         (ends + shift).to(dtype),

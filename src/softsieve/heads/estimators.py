@@ -61,13 +61,13 @@ def _mean(draws: Tensor, share_left: float = 1.0) -> Estimate:
 
 def uniform_with(weight: Tensor, x: Tensor, size: int, *, generator: torch.Generator | None = None) -> Estimate:
     """Coordinates drawn uniformly with replacement; the mean of ``d A_ij x_j``."""
-    index = torch.randint(x.shape[-1], (len(x), size), generator=generator)
+    index = torch.randint(x.shape[-1], (len(x), size), generator=generator, device=x.device)
     return _mean(_terms(weight, x, index) * x.shape[-1])
 
 
 def uniform_without(weight: Tensor, x: Tensor, size: int, *, generator: torch.Generator | None = None) -> Estimate:
     """The same without replacement; the variance has the finite-population correction ``1 - m / d``."""
-    index = torch.rand(x.shape, generator=generator, dtype=torch.float64).argsort(-1)[:, :size]
+    index = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64).argsort(-1)[:, :size]
     return _mean(_terms(weight, x, index) * x.shape[-1], 1 - size / x.shape[-1])
 
 

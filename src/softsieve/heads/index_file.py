@@ -30,7 +30,7 @@ def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> N
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written: {first_line(error)}") from error
     finally:
         part.unlink(missing_ok=True)

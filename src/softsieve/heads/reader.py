@@ -43,6 +43,7 @@ class Reader:
         lane = -(-self.rows // LANES)
         columns = torch.zeros(self.size, LANES * lane, dtype=self.dtype, device=self.weight.device)
         columns[:, : self.rows].T.copy_(self.weight)
+        columns[:, : self.rows] -= self.centre[:, None]
         return columns.view(self.size * LANES, lane)
 
     @property
@@ -54,7 +55,7 @@ class Reader:
         return self.weight.dtype.itemsize
 
     def columns(self, index: Tensor, factor: Tensor) -> Tensor:
-        """``sum over m of factor_m A[:, index_m]`` for every query: (batch, m) twice to (batch, n)."""
+        """``sum over m of factor_m (A - centre)[:, index_m]`` for every query: (batch, m) twice to (batch, n)."""
         batch, size = index.shape
         lanes = torch.arange(LANES, device=index.device)
         bags = (index[:, None] * LANES + lanes[:, None]).reshape(-1, size)
@@ -63,17 +64,17 @@ class Reader:
         return summed.view(batch, -1)[:, : self.rows]
 
     def entries(
-        self, query: Tensor, row: Tensor, index: Tensor, factor: Tensor, square: Tensor | None
+        self, query: Tensor, row: Tensor, index: Tensor, factor: Tensor, root: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same for pairs of a query and a row, and ``sum square_m (A - centre)[row, index_m]^2``, (p,) each."""
+        """The same for pairs of a query and a row, and in float64 ``sum (root_m (A - centre)[row, index_m])^2``."""
         values, squares = [], []
         for part in self._parts(len(query), index.shape[1]):
             q = query[part]
-            read = self.weight[row[part, None], index[q]].to(self.dtype)
+            read = self.weight[row[part, None], index[q]].to(self.dtype) - self.centre[index[q]]
             values.append((read * factor[q]).sum(-1))
-            if square is not None:
-                squares.append(((read - self.centre[index[q]]).square() * square[q]).sum(-1))
-        return torch.cat(values), torch.cat(squares) if square is not None else None
+            if root is not None:
+                squares.append((read.double() * root[q]).square().sum(-1))
+        return torch.cat(values), torch.cat(squares) if root is not None else None
 
     def full(self, x: Tensor) -> Tensor:
         """The exact product with all rows: (batch, d) to (batch, n)."""

@@ -27,8 +27,8 @@ class TopK(NamedTuple):
     logits: Tensor
     log_z: Tensor  # logarithm of the sum of exponentials of all logits
     log_z_interval: Tensor  # where it is with the stated probability
-    coordinates: Tensor  # int64: different entries of the weight that were read
-    bytes_read: Tensor  # int64: what was read from the weight in all, again and again included
+    coordinates: Tensor  # int64: different entries of the weight, or of its rotated copy, that were read
+    bytes_read: Tensor  # int64: what was read of both in all, again and again included
     exact: Tensor  # bool: every row was read in full, so that nothing is left to chance
 
 
