@@ -11,7 +11,7 @@ from torch import Tensor
 from softsieve.heads.bounds import Calibrated
 from softsieve.heads.coordinates import Answer, Problem, solve
 
-WIDTHS = tuple(4 * 0.87**number for number in range(27))  # that are tried, down to a tenth
+WIDTHS = tuple(4 * 0.8**number for number in range(30))  # that are tried, down to where estimates are taken as they are
 
 
 class Calibration(NamedTuple):
