@@ -24,7 +24,8 @@ def test_probabilities(seed: int) -> None:
     low = torch.randn(1, 6, generator=g).double()
     high = low + torch.rand(1, 6, generator=g) * 2
     p = corners(low[0], high[0]).softmax(-1)
-    least, greatest = coordinates._probabilities(low, high, torch.arange(6)[None])
+    masses = coordinates._masses(low, high)
+    least, greatest = coordinates._probabilities(low, high, masses, coordinates._sums(masses), torch.arange(6)[None])
     torch.testing.assert_close(least[0], p.amin(0))
     torch.testing.assert_close(greatest[0], p.amax(0))
 

@@ -50,11 +50,9 @@ class AdaptiveSoftmax:
         noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its
             distance from its mean is sub-Gaussian with this variance.
         read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they
-            are
-            estimates, and what is read need not grow with d.
+            are estimates, and what is read need not grow with d.
         rotate: whether a randomized Hadamard rotation comes first: two copies of the weight more, filled up to a power
-            of
-            two, in which no coordinate stands out.
+            of two, in which no coordinate stands out. ``noise`` is then that of the rotated pulls.
         seed: of the signs of the rotation.
 
     Raises:

@@ -199,13 +199,13 @@ def _unsettled(problem: Problem, low: Tensor, high: Tensor, full: Tensor) -> tup
         chosen = torch.zeros_like(full).scatter_(1, index, True) & decided & ~full
         if problem.read_chosen and bool(chosen.any()):
             return wanted, chosen
-    ends = _probabilities(low, high, index) if k else _sums(*_masses(low, high)[:2])
+    masses = _masses(low, high)
+    sums = _sums(masses)
+    ends = _probabilities(low, high, masses, sums, index) if k else sums
     settled = _close(*ends, eps).all(-1, keepdim=True)
-    low, high, _ = _masses(low, high)
-    least, _ = _sums(low, high)
     # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of
     # the sum does not help.
-    doubtful = ~(high - low <= least * (eps / (2 * full.shape[1]))) | chosen
+    doubtful = ~(masses.high - masses.low <= sums[0] * (eps / (2 * full.shape[1]))) | chosen
     return wanted | (doubtful & ~settled & ~full), torch.zeros_like(chosen)
 
 
@@ -214,31 +214,40 @@ def _close(least: Tensor, greatest: Tensor, eps: float) -> Tensor:
     return greatest - least <= eps * (greatest + least)
 
 
-def _masses(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Masses(NamedTuple):
     """Exponentials of both ends, over that of the greatest upper end (batch, 1)."""
+
+    low: Tensor
+    high: Tensor
+    shift: Tensor
+
+
+def _masses(low: Tensor, high: Tensor) -> _Masses:
     shift = high.amax(-1, keepdim=True)
     # In sums, what is below e^-80 of the greatest counts as that: less slows processors down, and it is far from
     # deciding anything.
-    return (low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift
+    return _Masses((low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift)
 
 
-def _sums(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    return low.sum(-1, keepdim=True, dtype=torch.float64), high.sum(-1, keepdim=True, dtype=torch.float64)
+def _sums(masses: _Masses) -> tuple[Tensor, Tensor]:
+    """Least and greatest sum of exponentials, (batch, 1) each, over that of `shift`."""
+    return masses.low.sum(-1, True, dtype=torch.float64), masses.high.sum(-1, True, dtype=torch.float64)
 
 
-def _probabilities(low: Tensor, high: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _probabilities(
+    low: Tensor, high: Tensor, masses: _Masses, sums: tuple[Tensor, Tensor], chosen: Tensor
+) -> tuple[Tensor, Tensor]:
     """Least and greatest probability of the chosen rows (batch, k) over all logits in their intervals."""
-    mass_low, mass_high, shift = _masses(low, high)
-    least, greatest = _sums(mass_low, mass_high)
-    others_low, others_high = least - mass_low.gather(-1, chosen), greatest - mass_high.gather(-1, chosen)
-    own_low, own_high = ((end.gather(-1, chosen).double() - shift).exp() for end in (low, high))
+    others_low, others_high = sums[0] - masses.low.gather(-1, chosen), sums[1] - masses.high.gather(-1, chosen)
+    own_low, own_high = ((end.gather(-1, chosen).double() - masses.shift).exp() for end in (low, high))
     return own_low / (own_low + others_high), own_high / (own_high + others_low)
 
 
 def _answer(state: _State, hold: bool) -> Answer:
     problem, dtype = state.problem, state.low.dtype
-    low, high, shift = _masses(state.low, state.high)
-    sums = torch.cat(_sums(low, high), -1)
+    masses = _masses(state.low, state.high)
+    both = _sums(masses)
+    sums = torch.cat(both, -1)
     # The number that is within eps of all between; for k > 0 the one that goes with the probabilities.
     middle = sums.mean(-1) if problem.k else 2 * sums.prod(-1) / sums.sum(-1)
     log_z, ends = middle.log(), sums.log()
@@ -250,15 +259,15 @@ def _answer(state: _State, hold: bool) -> Answer:
     logits = (state.low.gather(-1, index) + state.high.gather(-1, index)) / 2
     logits, order = logits.sort(-1, descending=True)
     index = index.gather(-1, order)
-    least, greatest = _probabilities(state.low, state.high, index)
+    least, greatest = _probabilities(state.low, state.high, masses, both, index)
     plain, reader = problem.plain, problem.reader
     kept = state.depth if reader is not plain else torch.where(state.full, 0, state.depth)  # rotated entries are others
     return Answer(
         index,
         (2 * least * (greatest / (least + greatest).clamp_min(1e-300))).to(dtype),
         logits,
-        (log_z + shift[:, 0]).to(dtype),
-        (ends + shift).to(dtype),
+        (log_z + masses.shift[:, 0]).to(dtype),
+        (ends + masses.shift).to(dtype),
         (kept + state.full * plain.size).sum(-1, dtype=torch.int64),
         state.bytes,
         state.full.all(-1),
