@@ -42,8 +42,8 @@ def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | No
     times a width, from wide to narrow. The score of a query is the least width down to which all its answers are right:
     the top k, every probability within eps, and the normaliser within its interval. The width taken is the conformal
     quantile of the scores, the ``ceil((1 - delta) (M + 1))``-th smallest of M; one more exchangeable query has a
-    greater score, and only then may its answer be wrong, with probability delta at most. Whether intervals hold does
-    not matter.
+    greater score, and only then may its answer be wrong, with probability delta at most. A greater width serves as
+    well, and is taken where less is read with it. Whether intervals hold does not matter.
     """
     count = len(problem.x)
     bounds = Calibrated(problem.reader)
@@ -64,18 +64,24 @@ def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | No
 
 
 def _width(problem: Problem, shape: Tensor, delta: float, generator: torch.Generator | None) -> float:
-    """The conformal quantile of the scores, infinite when it is beyond all that are tried."""
+    """The conformal quantile of the scores or, of the widths above it, the one with which least is read; else infinite.
+
+    A score says that all wider answers are right, too, so the choice among them is free.
+    """
     allowed = len(problem.x) - math.ceil(round((1 - delta) * (len(problem.x) + 1), 9))
     if allowed < 0:
         return math.inf
-    found = math.inf
+    found, least = math.inf, math.inf
     left = problem  # queries that were right so far
     for width in WIDTHS:
         answer = solve(left, Calibrated(problem.reader, shape * width), generator)
         fine = right(answer, left)
         if len(problem.x) - int(fine.sum()) > allowed:
             break
-        left, found = left._replace(x=left.x[fine], turned=left.turned[fine]), width
+        left = left._replace(x=left.x[fine], turned=left.turned[fine])
+        read = float(answer.coordinates.double().mean())
+        if read <= least:
+            found, least = width, read
     return found
 
 
