@@ -44,7 +44,7 @@ class Sieve:
         self.weight, self.bias, self.beta, self.asked = weight, bias, beta, 0
         self.made.append(options | {"calibrated_with": 0})
 
-    def calibrate(self, queries: Tensor, *, generator: torch.Generator) -> None:
+    def calibrate(self, queries: Tensor, k: int, *, generator: torch.Generator) -> None:
         self.made[-1]["calibrated_with"] = len(queries)
 
     def topk(self, x: Tensor, k: int, *, generator: torch.Generator) -> TopK:
