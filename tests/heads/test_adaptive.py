@@ -290,6 +290,12 @@ def test_log_partition_at_the_ends_of_its_interval() -> None:
         ({"guarantee": "none"}, ValueError, "guarantee: "),
         ({"noise": 1.0}, ValueError, "noise: expected None"),
         ({"noise": -1.0, "guarantee": "pac"}, ValueError, "noise: "),
+        ({"noise": 1.0, "guarantee": "pac"}, ValueError, "noise: expected method='coordinates'"),
+        (
+            {"rotate": True},
+            ValueError,
+            "rotate: expected method='coordinates', which alone uses it, found True and 'auto'",
+        ),
         ({"read_chosen": 1}, TypeError, "read_chosen: expected a bool, found int"),
         ({"rotate": None}, TypeError, "rotate: "),
         ({"seed": 1.5}, TypeError, "seed: "),

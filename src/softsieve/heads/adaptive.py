@@ -94,6 +94,11 @@ class AdaptiveSoftmax:
         _checks.whole_number("seed", seed, -(2**63), 2**63 - 1)
         if noise is not None and guarantee != "pac":
             raise ValueError("noise: expected None, because a calibrated guarantee declares nothing, found a number")
+        if method != "coordinates" and (noise is not None or rotate):
+            name, found = ("rotate", "True") if rotate else ("noise", "a number")
+            raise ValueError(
+                f"{name}: expected method='coordinates', which alone uses it, found {found} and {method!r}"
+            )
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.eps, self.delta = _checks.open_unit("eps", eps), _checks.open_unit("delta", delta)
         self.beta = _checks.number("beta", beta, -1e30, 1e30)
