@@ -1,0 +1,495 @@
+"""The cascade on the CPU, in numba: one query through preview, tiers of codes and exact rows. Raw arrays only.
+
+Inner loops run over contiguous slices, which is what the compiler vectorises. Rows are read where they are, never
+gathered into a copy. Weights of 16 bits come as raw bits: bfloat16 as uint16, float16 as int16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
+FEW = 64  # rows up to which starting threads takes longer than the work
+LOG2E = 1.4426950408889634
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan" and "ninf": sums of masses may meet infinities
+jit = numba.njit(nogil=True, cache=True, fastmath=_FAST)
+jit_parallel = numba.njit(nogil=True, cache=True, fastmath=_FAST, parallel=True)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _number(typingctx: Any, element: Any) -> Any:
+    """An element of the weight as a float."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if element == types.uint16:  # bfloat16
+            wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            return builder.bitcast(wide, ir.FloatType())
+        if element == types.int16:  # float16
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return args[0]
+
+    return (element if isinstance(element, types.Float) else types.float32)(element), codegen
+
+
+@intrinsic
+def _power_of_two(typingctx: Any, exponent: Any) -> Any:
+    """2 to a whole number in [-126, 127]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(kind, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(kind, 23)), ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@jit
+def exp(value: float) -> float:
+    """e to a number of at most 80, to 2e-7; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
+    scaled = np.float32(max(value, np.float32(-80.0))) * np.float32(LOG2E)
+    whole = np.floor(scaled)
+    rest = (scaled - whole) * np.float32(0.6931471805599453)
+    series = np.float32(1 / 5040)
+    series = series * rest + np.float32(1 / 720)
+    series = series * rest + np.float32(1 / 120)
+    series = series * rest + np.float32(1 / 24)
+    series = series * rest + np.float32(1 / 6)
+    series = series * rest + np.float32(0.5)
+    series = series * rest + np.float32(1.0)
+    series = series * rest + np.float32(1.0)
+    return series * _power_of_two(np.int32(whole))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _exact_row(row: Any, x: Any) -> Any:
+    total = x.dtype.type(0)
+    for j in range(x.size):
+        total += _number(row[j]) * x[j]
+    return total
+
+
+@jit_parallel
+def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
+    """``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
+    if rows.size <= FEW:
+        for r in range(rows.size):
+            out[r] = _exact_row(weight[rows[r]], x)
+    else:
+        for r in prange(rows.size):
+            out[r] = _exact_row(weight[rows[r]], x)
+    if bias.size:
+        for r in range(rows.size):
+            out[r] += bias[rows[r]]
+
+
+@jit_parallel
+def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
+    """``out[low:high] = projection[low:high] @ x``."""
+    for j in prange(low, high):
+        out[j] = _exact_row(projection[j], x)
+
+
+@jit_parallel
+def preview(codes: Any, y: Any, offset: Any, out: Any, largest: Any) -> None:
+    """``out = codes.T @ y + offset`` by blocks of rows, and the largest of each block."""
+    blocks, length = codes.shape[0], y.size
+    even = length - length % 4
+    for b in prange(blocks):
+        block, values = codes[b], out[b * BLOCK : (b + 1) * BLOCK]
+        for i in range(BLOCK):
+            values[i] = offset
+        for j in range(0, even, 4):
+            c0, c1, c2, c3 = block[j], block[j + 1], block[j + 2], block[j + 3]
+            y0, y1, y2, y3 = y[j], y[j + 1], y[j + 2], y[j + 3]
+            for i in range(BLOCK):
+                values[i] += y0 * c0[i] + y1 * c1[i] + y2 * c2[i] + y3 * c3[i]
+        for j in range(even, length):
+            c0, y0 = block[j], y[j]
+            for i in range(BLOCK):
+                values[i] += y0 * c0[i]
+        count = min(BLOCK, out.size - b * BLOCK)
+        top = values[0]
+        for i in range(count):
+            top = max(top, values[i])
+        largest[b] = top
+
+
+@jit
+def _code_row(row: Any, y: Any) -> Any:
+    total = np.float32(0)
+    for j in range(y.size):
+        total += np.float32(row[j]) * y[j]
+    return total
+
+
+@jit_parallel
+def refine(codes: Any, y: Any, rows: Any, low: int, high: int, out: Any) -> None:
+    """``out[r] += codes[rows[r], low:high] @ y[low:high]``."""
+    part = y[low:high]
+    if rows.size <= FEW:
+        for r in range(rows.size):
+            out[r] += _code_row(codes[rows[r], low:high], part)
+    else:
+        for r in prange(rows.size):
+            out[r] += _code_row(codes[rows[r], low:high], part)
+
+
+# -- one query ---------------------------------------------------------------------------------------------------------
+#
+# Parallel functions get arrays, not tuples of them: what a parallel loop writes to an array in a tuple is lost.
+
+
+class Index(NamedTuple):
+    """What a head keeps for its queries, as arrays."""
+
+    weight: Any  # (n, d), raw bits if 16 wide
+    bias: Any  # (n,) or (0,)
+    projection: Any  # (longest, d [+ 1]) bits of bfloat16; the last column goes with the bias
+    centre: Any  # (d [+ 1],)
+    columns: Any  # (blocks, longest of a preview, BLOCK) int8: codes for the preview
+    codes: Any  # (n, longest) int8: the same codes and more, a row at a time
+    lengths: Any  # (levels,) int64: prefixes of a row of codes that have estimates
+    spreads: Any  # (levels, n) uint8: predicted deviations of the estimates' errors
+    steps: Any  # (levels,): their unit
+    previews: int  # so many levels are in `columns`
+    probes: Any  # int64: rows that are always read, to measure how large errors are for this query
+    samples: Any  # (few, d): what the first of them were when the index was built
+
+
+class Plan(NamedTuple):
+    """How to answer, for one k."""
+
+    k: int
+    first: int  # the level of the preview
+    width: float  # of margins, in predicted deviations
+    correction: float  # what an estimate's predicted variance adds to the logarithm of its mass
+    floor: float  # rows with less than this part of the normaliser do not matter, as a logarithm
+    doubt: float  # half width of the interval of log Z, for each unit of mass that was corrected
+    tolerance: float  # the half width to reach
+    low: float  # measured scale of errors below which, and above which, a query is unlike those of the calibration
+    high: float
+
+
+class Scratch(NamedTuple):
+    """Memory for one query at a time."""
+
+    estimates: Any  # (blocks * BLOCK,)
+    largest: Any  # (blocks,): of the estimates
+    reach: Any  # (blocks,): of the estimates with their margins
+    masses: Any  # (blocks,)
+    doubts: Any  # (blocks,)
+    counts: Any  # (blocks,)
+    rows: Any  # (n,): survivors
+    values: Any  # (n,): their estimates
+    exact: Any  # (n,): their logits
+    y: Any  # (longest,)
+    probed: Any  # (probes,): logits of the probes
+    previewed: Any  # (probes,): estimates of the probes
+
+
+class Found(NamedTuple):
+    """The answer to one query besides its top k."""
+
+    state: int
+    log_z: float
+    half: float  # of the interval of log_z
+    coordinates: int
+    bytes_read: int
+    scale: float  # of the errors of the preview
+    finalists: int  # the first so many of the rows in scratch, whose logits are exact
+
+
+ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
+SHARE = 8  # when more than one in so many rows is to be read in full, all are
+PATIENCE = 8  # times that more rows are read before the whole weight is
+
+
+@jit
+def _changed(weight: Any, probes: Any, samples: Any) -> bool:
+    for r in range(samples.shape[0]):
+        row, sample = weight[probes[r]], samples[r]
+        for j in range(sample.size):
+            if row[j] != sample[j]:
+                return True
+    return False
+
+
+@jit
+def _scale(logits: Any, estimates: Any, spread: Any, step: float, rows: Any) -> float:
+    """Root of the mean square of errors in predicted deviations."""
+    total = 0.0
+    for r in range(rows.size):
+        error = (logits[r] - estimates[r]) / (step * spread[rows[r]])
+        total += error * error
+    return math.sqrt(total / rows.size)
+
+
+@jit
+def _kth(values: Any, k: int) -> float:
+    """The k-th largest."""
+    return np.partition(values, values.size - k)[values.size - k]
+
+
+@jit
+def _kth_estimate(estimates: Any, largest: Any, n: int, k: int, room: Any) -> float:
+    """The k-th largest estimate; blocks below the k-th largest block hold none of the first k."""
+    if k == 1:
+        return largest.max()
+    bound = _kth(largest, k) if largest.size >= k else largest.min() - np.float32(np.inf)
+    count = 0
+    for b in range(largest.size):
+        if largest[b] >= bound:
+            for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
+                if estimates[i] >= bound:
+                    room[count] = estimates[i]
+                    count += 1
+    return _kth(room[:count], k)
+
+
+@jit_parallel
+def _weigh(
+    estimates: Any,
+    spread: Any,
+    unit: float,
+    width: float,
+    correction: float,
+    shift: float,
+    masses: Any,
+    doubts: Any,
+    reaches: Any,
+) -> None:
+    """Masses, their doubtful part and the reach of every block. ``unit``: deviation for a spread of 1."""
+    n = spread.size
+    for b in prange(masses.size):
+        stop = min((b + 1) * BLOCK, n)
+        values, spreads = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
+        mass, doubt, reach = np.float32(0), np.float32(0), values[0]
+        for i in range(values.size):
+            deviation = np.float32(unit) * np.float32(spreads[i])
+            added = np.float32(correction) * deviation * deviation
+            own = exp(min(values[i] + added - np.float32(shift), np.float32(80)))
+            mass += own
+            doubt += own * min(added, np.float32(1))
+            reach = max(reach, values[i] + np.float32(width) * deviation)
+        masses[b] = mass
+        doubts[b] = doubt
+        reaches[b] = reach
+
+
+@jit_parallel
+def _select(
+    estimates: Any, spread: Any, margin: float, level: float, reach: Any, counts: Any, rows: Any, kept: Any
+) -> int:
+    """Rows whose estimate with its margin reaches the level."""
+    n = spread.size
+    bound, slope = np.float32(level), np.float32(margin)
+    for b in prange(counts.size):
+        count = 0
+        if reach[b] >= bound:
+            stop = min((b + 1) * BLOCK, n)
+            values, spreads = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
+            for i in range(values.size):
+                count += np.int64(values[i] + slope * np.float32(spreads[i]) >= bound)
+        counts[b] = count
+    total = 0
+    for b in range(counts.size):
+        counts[b], total = total, total + counts[b]
+    for b in prange(counts.size):
+        place = counts[b]
+        end = counts[b + 1] if b + 1 < counts.size else total
+        if place < end:
+            for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
+                if estimates[i] + slope * np.float32(spread[i]) >= bound:
+                    rows[place] = i
+                    kept[place] = estimates[i]
+                    place += 1
+    return total
+
+
+@jit
+def _sum_masses(values: Any, rows: Any, spread: Any, unit: float, correction: float, shift: float) -> Any:
+    mass, doubt = 0.0, 0.0
+    for r in range(rows.size):
+        deviation = np.float32(unit) * np.float32(spread[rows[r]])
+        added = np.float32(correction) * deviation * deviation
+        own = exp(min(values[r] + added - np.float32(shift), np.float32(80)))
+        mass += own
+        doubt += own * min(added, np.float32(1))
+    return mass, doubt
+
+
+@jit
+def _keep(values: Any, rows: Any, spread: Any, margin: float, level: float) -> int:
+    """Move those that reach the level to the front."""
+    kept = 0
+    for r in range(rows.size):
+        if values[r] + np.float32(margin) * np.float32(spread[rows[r]]) >= level:
+            # Swapped, so that those left behind are still there.
+            rows[kept], rows[r] = rows[r], rows[kept]
+            values[kept], values[r] = values[r], values[kept]
+            kept += 1
+    return kept
+
+
+@jit
+def _correct(values: Any, rows: Any, spread: Any, unit: float, correction: float, dense: Any) -> None:
+    """Estimates as numbers whose exponentials are the estimated masses."""
+    for r in range(rows.size):
+        deviation = unit * spread[rows[r]]
+        dense[rows[r]] = values[r] + correction * deviation * deviation
+
+
+@jit
+def _sorted_top(exact: Any, rows: Any, top: Any, logits: Any) -> None:
+    """The largest of the finalists, in order; of equal ones any."""
+    k = top.size
+    least = _kth(exact, k)
+    count = 0
+    for equal in range(2):
+        for r in range(exact.size):
+            if count < k and ((exact[r] == least) if equal else (exact[r] > least)):
+                top[count], logits[count] = rows[r], exact[r]
+                count += 1
+    order = np.argsort(-logits)
+    top[:], logits[:] = top[order], logits[order]
+
+
+@jit
+def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any) -> Any:
+    """Answer one query: its top k to ``top`` and ``logits``.
+
+    Args:
+        x: the query times beta. (d,)
+        extended: the same, with beta at its end if there is a bias. (d [+ 1],)
+        dense: where all logits go, exact for finalists and elsewhere such that their masses are the estimated ones; (n,)
+            or, when they are not wanted, (0,).
+    """
+    n, d = index.weight.shape
+    item, probes = index.weight.itemsize, index.probes
+    y, level_count = scratch.y, index.lengths.size
+    k = plan.k
+
+    # The preview: estimates of all rows, and how wrong they are.
+    length = index.lengths[plan.first]
+    project(index.projection, extended, 0, length, y)
+    offset = _exact_row(index.centre, extended)
+    preview(index.columns, y[:length], np.float32(offset), scratch.estimates, scratch.largest)
+    exact_rows(index.weight, x, probes, index.bias, scratch.probed)
+    for r in range(probes.size):
+        scratch.previewed[r] = scratch.estimates[probes[r]]
+    read = n * (length + 1) + (length + 1) * extended.size * 2 + probes.size * d * item
+    entries = n * length + probes.size * d
+    if _changed(index.weight, probes, index.samples):
+        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0)
+    spread = index.spreads[plan.first]
+    measured = _scale(scratch.probed, scratch.previewed, spread, index.steps[plan.first], probes)
+    if not plan.low <= measured <= plan.high:
+        return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0)
+    unit = measured * index.steps[plan.first]
+    shift = scratch.largest.max()
+    _weigh(
+        scratch.estimates,
+        spread,
+        unit,
+        plan.width,
+        plan.correction,
+        shift,
+        scratch.masses,
+        scratch.doubts,
+        scratch.reach,
+    )
+    all_mass, all_doubt = scratch.masses.sum(), scratch.doubts.sum()
+    rounding = 1e-6 * abs(shift)
+    best = _kth_estimate(scratch.estimates, scratch.largest, n, k, scratch.values) if k else np.inf
+
+    lowered = 0.0
+    for _ in range(PATIENCE):
+        level = min(best, math.log(all_mass) + shift + plan.floor) - lowered - rounding
+        count = _select(
+            scratch.estimates,
+            spread,
+            plan.width * unit,
+            level,
+            scratch.reach,
+            scratch.counts,
+            scratch.rows,
+            scratch.values,
+        )
+        rows, values = scratch.rows[:count], scratch.values[:count]
+        mass, doubt = _sum_masses(values, rows, spread, unit, plan.correction, shift)
+        rest, rest_doubt = max(all_mass - mass, 0.0), max(all_doubt - doubt, 0.0)
+
+        if dense.size:
+            for i in range(n):
+                deviation = unit * spread[i]
+                dense[i] = scratch.estimates[i] + plan.correction * deviation * deviation
+
+        # Tiers: longer prefixes of the rows that are left, where that promises to read less than all of these rows.
+        known = length
+        there = 0
+        for tier in range(index.previews, level_count):
+            longer = index.lengths[tier]
+            cost = (longer - known) * extended.size * 2 + count * (longer - there + 1)
+            if longer < 2 * known or 2 * cost > count * d * item:
+                continue
+            project(index.projection, extended, known, longer, y)
+            if there == 0:
+                values[:] = np.float32(offset)
+                scratch.previewed[:] = np.float32(offset)
+            refine(index.codes, y, rows, there, longer, values)
+            refine(index.codes, y, probes, there, longer, scratch.previewed)
+            read += cost + probes.size * (longer - there)
+            entries += (count + probes.size) * (longer - there)
+            known = there = longer
+            tier_spread = index.spreads[tier]
+            tier_unit = index.steps[tier] * _scale(
+                scratch.probed, scratch.previewed, tier_spread, index.steps[tier], probes
+            )
+            mass, doubt = _sum_masses(values, rows, tier_spread, tier_unit, plan.correction, shift)
+            bound = math.log(max(rest + mass, 1e-300)) + shift + plan.floor
+            if k:
+                bound = min(bound, _kth(values, k))
+            kept = _keep(values, rows, tier_spread, plan.width * tier_unit, bound - lowered - rounding)
+            mass, doubt = _sum_masses(
+                values[kept:], rows[kept:], tier_spread, tier_unit, plan.correction, shift
+            )
+            rest, rest_doubt = rest + mass, rest_doubt + doubt
+            if dense.size:
+                _correct(values[kept:], rows[kept:], tier_spread, tier_unit, plan.correction, dense)
+            count = kept
+            rows, values = rows[:count], values[:count]
+        if count * SHARE > n:
+            break
+
+        # The finalists, exactly.
+        exact = scratch.exact[:count]
+        exact_rows(index.weight, x, rows, index.bias, exact)
+        read += count * d * item
+        entries += count * d
+        highest = max(exact.max(), shift) if count else shift
+        total = rest * math.exp(shift - highest)
+        for r in range(count):
+            total += math.exp(exact[r] - highest)
+        half = plan.doubt * rest_doubt * math.exp(shift - highest) / total
+        if half <= plan.tolerance:
+            if k:
+                _sorted_top(exact, rows, top, logits)
+            for r in range(count if dense.size else 0):
+                dense[rows[r]] = exact[r]
+            return Found(ANSWERED, math.log(total) + highest, half, entries, read, measured, count)
+        lowered += 1.0
+    return Found(EXPENSIVE, 0.0, 0.0, entries, read, measured, 0)
