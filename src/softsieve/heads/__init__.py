@@ -2,6 +2,17 @@
 
 from softsieve.heads.adaptive import AdaptiveSoftmax
 from softsieve.heads.calibration import Calibration
-from softsieve.heads.results import LogPartition, TopK
+from softsieve.heads.cascade_answers import DriftWarning, WeightChanged
+from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.results import Coverage, LogPartition, TopK
 
-__all__ = ["AdaptiveSoftmax", "Calibration", "LogPartition", "TopK"]
+__all__ = [
+    "AdaptiveSoftmax",
+    "Calibration",
+    "CascadeCalibration",
+    "Coverage",
+    "DriftWarning",
+    "LogPartition",
+    "TopK",
+    "WeightChanged",
+]

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from softsieve import _checks
 from softsieve.errors import InputError
-from softsieve.heads import calibration, coordinates
+from softsieve.heads import calibration, cascade, cascade_answers, cascade_calibration, coordinates
+from softsieve.heads.basis import Moments
 from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
 from softsieve.heads.calibration import Calibration
+from softsieve.heads.cascade import Cascade, Progress
+from softsieve.heads.cascade_answers import WeightChanged
+from softsieve.heads.cascade_calibration import CascadeCalibration
 from softsieve.heads.hadamard import padded, random_signs, rotate
 from softsieve.heads.reader import Reader
-from softsieve.heads.results import LogPartition, TopK
+from softsieve.heads.results import Coverage, LogPartition, TopK
+from softsieve.heads.sampling import draw
 
-METHODS = ("auto", "exact", "coordinates")
+if TYPE_CHECKING:
+    from softsieve.heads.dithered import Dithered
+
+METHODS = ("auto", "exact", "coordinates", "cascade")
 GUARANTEES = ("calibrated", "pac")
 
 
@@ -38,22 +47,24 @@ class AdaptiveSoftmax:
         bias: (n,).
         eps, delta: what is guaranteed, both in (0, 1).
         beta: inverse temperature.
-        method: ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax Approximation` (NeurIPS
-            2024) for any k: entries are read in a weighted random order until intervals decide. ``"exact"`` reads
-            everything. ``"auto"`` takes what is faster in time, which is ``"exact"``.
-        guarantee: what the intervals of ``"coordinates"`` rest on.
-            ``"pac"``: nothing fitted. With ``noise`` sub-Gaussian intervals that hold if ``noise`` is true; without,
-            Bernstein intervals from bounds computed from weight and query, which hold for every weight and query.
+        method: ``"cascade"``, ours: short codes of all rows, longer ones of those that may matter, exact rows of the
+            last; for a weight on a CPU. ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax
+            Approximation` (NeurIPS 2024) for any k: entries are read in a weighted random order until intervals decide.
+            ``"exact"`` reads everything. ``"auto"`` takes what is faster in time: once calibrated the cascade, for
+            batches up to the size that `calibrate` measured, else ``"exact"``.
+        guarantee: what answers rest on.
+            ``"pac"``: nothing fitted; intervals hold for every weight and query. Those of the cascade by the dither of
+            its codes, of ``"coordinates"`` by bounds computed from weight and query or, with ``noise``, if that is true.
             ``"calibrated"``: widths are such that answers to sample queries are right (`calibrate`, a conformal
-            quantile). That holds for queries exchangeable with these, on average over sample and query, and promises
-            nothing about others.
+            quantile). That holds for queries exchangeable with these, and promises nothing about others; the cascade
+            notices queries that are much unlike them, and answers these exactly.
         noise: declared variance of a pull ``beta * d * weight[i, j] * x[j]`` with j uniform, for ``"pac"``: its
             distance from its mean is sub-Gaussian with this variance.
         read_chosen: whether the k rows of the answer are read in full, so that their logits are exact; otherwise they
             are estimates, and what is read need not grow with d.
         rotate: whether a randomized Hadamard rotation comes first: two copies of the weight more, filled up to a power
             of two, in which no coordinate stands out. ``noise`` is then that of the rotated pulls.
-        seed: of the signs of the rotation.
+        seed: of what the index of a cascade draws, and of the signs of the rotation.
 
     Raises:
         TypeError, ValueError: for arguments that cannot be, naming them, what was expected and what was found.
@@ -92,6 +103,8 @@ class AdaptiveSoftmax:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected a bool, found {type(flag).__name__}")
         _checks.whole_number("seed", seed, -(2**63), 2**63 - 1)
+        if method == "cascade":
+            _on_cpu(weight)
         if noise is not None and guarantee != "pac":
             raise ValueError("noise: expected None, because a calibrated guarantee declares nothing, found a number")
         if method != "coordinates" and (noise is not None or rotate):
@@ -105,7 +118,11 @@ class AdaptiveSoftmax:
         self.method, self.guarantee = method, guarantee
         self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e30)
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
-        self.calibrations: dict[int, Calibration] = {}  # by k, 0 for `log_partition`
+        self.calibrations: dict[int, Calibration | CascadeCalibration] = {}  # by k, 0 for `log_partition`
+        self.index: cascade.Index | None = None
+        self._cascade: Cascade | None = None
+        self._dithered: Dithered | None = None
+        self._versions: tuple[int | None, ...] = ()
         self._plain = self._reader = Reader(self.weight)
         self._bounds: dict[int, Bounds] = {}
         if rotate:
@@ -134,8 +151,8 @@ class AdaptiveSoftmax:
             TypeError, ValueError: for a query that cannot be, or a k out of range.
             RuntimeError: when ``guarantee="calibrated"`` and `calibrate` was not called.
         """
-        queries = self._queries("x", x)
         _checks.whole_number("k", k, 1, len(self.weight))
+        queries = self._queries("x", x)
         return TopK(*_shaped(self._solve(queries, k, generator), x.shape[:-1]))
 
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
@@ -159,33 +176,226 @@ class AdaptiveSoftmax:
         answer = self._solve(queries, 0, generator)
         return LogPartition(*_shaped(answer[3:], x.shape[:-1]))
 
-    def calibrate(self, queries: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> Calibration:
+    def logits(self, x: Tensor) -> Tensor:
+        """All logits, (..., n): exact for the rows that a cascade reads in full, estimates elsewhere.
+
+        Estimates are such that the sum of exponentials is the one of `topk`. What is read in full is what the largest k
+        takes that was calibrated. Other methods, and a cascade that is not calibrated with ``method="auto"``, give the
+        exact ones.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(2)).logits(torch.tensor([3.0, 1.0]))
+            tensor([3., 1.])
+        """
+        queries = self._queries("x", x)
+        k = max((k for k in self.calibrations if k), default=1)
+        if self._method(k, len(queries)) != "cascade" or self.guarantee == "pac":
+            found = self._exact_logits(queries)
+        else:
+            asked = cascade_answers.ask(self._built(), queries, self._fit(k), dense=True)
+            found, rest = asked.dense, asked.state.nonzero()[:, 0]
+            if len(rest):
+                found[rest] = self._exact_logits(queries[rest])
+        return found.reshape(*x.shape[:-1], -1)
+
+    def sample(
+        self,
+        x: Tensor,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw a row for every query from ``softmax(logits / temperature)``, (...) int64.
+
+        With ``top_k`` among the k largest, with ``top_p`` among the largest that have this much probability together,
+        at least one. Exact in distribution over rows that are read in full: with ``top_k`` that is all there is to it.
+        Without, rows that are estimated (`logits`) are drawn by their estimates.
+
+        Args:
+            temperature: above 0; 0 draws the largest.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(3)).sample(torch.tensor([0.0, 9.0, 1.0]), top_k=1).item()
+            1
+        """
+        temperature = _checks.number("temperature", temperature, 0.0, 1e30)
+        if top_k is not None:
+            _checks.whole_number("top_k", top_k, 1, len(self.weight))
+        if top_p is not None and not 0 < _checks.number("top_p", top_p) <= 1:
+            raise ValueError(f"top_p: expected a number in (0, 1], found {top_p:g}")
+        if temperature == 0:
+            return self.topk(x, 1, generator=generator).indices[..., 0]
+        if top_k is not None:
+            best = self.topk(x, top_k, generator=generator)
+            return best.indices.gather(-1, draw(best.logits / temperature, top_p, generator)[..., None])[..., 0]
+        return draw(self.logits(x) / temperature, top_p, generator)
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    def build(self, queries: Tensor | Iterable[Tensor], *, progress: Progress = cascade.in_silence) -> None:
+        """Make the index of the cascade for queries like these, of which only the second moment is kept.
+
+        Calibrations that were made with another index are forgotten.
+
+        Args:
+            queries: (N, d), or some of these after each other, as many as there are.
+            progress: told what is being done, and the share of the whole that just was.
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> head = AdaptiveSoftmax(torch.randn(2000, 64))
+            >>> head.build(torch.randn(1000, 64) for _ in range(10))
+            >>> fitted = head.calibrate(torch.randn(2000, 64), k=[1, 8])
+            >>> sorted(head.calibrations)
+            [1, 8]
+        """
+        self._for_cascade("build")
+        moments = Moments(self.weight.shape[1] + (self.bias is not None))
+        for part in [queries] if isinstance(queries, Tensor) else queries:
+            moments.update(self._extended(self._queries("queries", part)))
+        if not moments.count:
+            raise ValueError("queries: expected some, found none")
+        index = cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=progress)
+        self.calibrations = {}
+        self._use(index)
+
+    def calibrate(
+        self,
+        queries: Tensor,
+        k: int | Sequence[int] = 1,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = cascade.in_silence,
+    ) -> Calibration | CascadeCalibration | list[Calibration | CascadeCalibration]:
         """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
 
         Warns when there are too few for ``delta``: then nothing can be promised from a part, and everything is read.
 
         Args:
-            queries: (N, d), what later queries will be like.
-            k: the one that will be asked for; others need a calibration of their own.
+            queries: (N, d), what later queries will be like. For a cascade other ones than those of `build`; if that
+                was not called, a half of them, at random, is given to it.
+            k: the one that will be asked for, or several. A cascade also answers smaller ones than a calibrated one.
             generator: of everything that is drawn.
+            progress: told what is being done, and the share of the whole that just was.
         """
-        if self.guarantee != "calibrated" or self.method != "coordinates":
+        if self.guarantee != "calibrated" or self.method == "exact":
             raise ValueError(
-                "calibrate: expected method='coordinates' and guarantee='calibrated', "
-                f"found {self.method!r} and {self.guarantee!r}"
+                "calibrate: expected guarantee='calibrated' and a method that can be calibrated, "
+                f"found {self.guarantee!r} and {self.method!r}"
             )
-        _checks.whole_number("k", k, 0, len(self.weight))
+        ks = list(k) if isinstance(k, Sequence) else [k]
+        for one in ks:
+            _checks.whole_number("k", one, 0, len(self.weight))
         sample = self._queries("queries", queries)
-        fewest = calibration.needed(self.delta)
-        if len(sample) < fewest:
+        if self.method == "coordinates":
+            found = [self._calibrate_coordinates(sample, one, generator) for one in ks]
+        else:
+            found = self._calibrate_cascade(sample, ks, generator, progress)
+        return found if isinstance(k, Sequence) else found[0]
+
+    def _warn_if_few(self, count: int, fewest: int) -> None:
+        if count < fewest:
             warnings.warn(
-                f"queries: {len(sample)} are too few for delta {self.delta:g}, which takes {fewest}: "
+                f"queries: {count} are too few for delta {self.delta:g}, which takes {fewest}: "
                 "every answer will be exact",
-                stacklevel=2,
+                stacklevel=4,
             )
+
+    def _calibrate_coordinates(
+        self, sample: Tensor, k: int, generator: torch.Generator | None
+    ) -> Calibration | CascadeCalibration:
+        self._warn_if_few(len(sample), calibration.needed(self.delta))
         found = calibration.calibrate(self._problem(sample, k), self.delta, generator=generator)
         self.calibrations[k], self._bounds[k] = found, Calibrated(self._reader, found.scale)
         return found
+
+    def _calibrate_cascade(
+        self, sample: Tensor, ks: list[int], generator: torch.Generator | None, progress: Progress
+    ) -> list[Calibration | CascadeCalibration]:
+        self._for_cascade("calibrate")
+        shares = len(ks) + (self.index is None)
+
+        def part(what: str, share: float) -> None:
+            progress(what, share / shares)
+
+        fewest = cascade_calibration.needed(self.delta)
+        self._warn_if_few(len(sample), fewest if self.index is not None else 2 * fewest)
+        if self.index is None:
+            mixed = torch.randperm(len(sample), generator=generator)
+            moments = Moments(self.weight.shape[1] + (self.bias is not None))
+            moments.update(self._extended(sample[mixed[: max(1, len(sample) // 2)]]))
+            sample = sample[mixed[len(sample) // 2 :]]
+            self._use(cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=part))
+        engine, bias = self._built(), self._scaled_bias()
+        found: list[Calibration | CascadeCalibration] = []
+        for k in ks:
+            fit = cascade_calibration.calibrate(
+                engine,
+                sample,
+                cascade_calibration.truth(self._plain, sample, bias, k),
+                k=k,
+                eps=self.eps,
+                delta=self.delta,
+                generator=generator,
+                progress=part,
+            )
+            problem = self._problem(sample[:64], k)
+            batch = cascade_calibration.measured_batch(
+                lambda x, fit=fit: engine.ask(x, cascade_calibration.plan(fit)),
+                lambda x, problem=problem: coordinates.solve(
+                    problem._replace(x=x, turned=x), coordinates.NoRounds(), None
+                ),
+                problem.x,
+            )
+            self.calibrations[k] = fit._replace(batch=batch)
+            found.append(self.calibrations[k])
+        return found
+
+    def coverage(self, queries: Tensor, k: int = 1) -> Coverage:
+        """How often answers to other queries are right, and what they read: what a calibration promises, looked at.
+
+        Args:
+            queries: (N, d), other ones than those of `build` and `calibrate`.
+
+        Example:
+            >>> head = AdaptiveSoftmax(torch.eye(3), method="exact")
+            >>> head.coverage(torch.randn(50, 3)).right
+            1.0
+        """
+        sample = self._queries("queries", queries)
+        answer = self._solve(sample, k, None)
+        fine = calibration.right(answer, self._problem(sample, k))
+        whole = self.weight.numel() * self.weight.element_size()
+        return Coverage(
+            len(sample),
+            float(fine.double().mean()),
+            float(answer.bytes_read.double().mean()) / whole,
+            float(answer.exact.double().mean()),
+        )
+
+    def update_rows(self, rows: Tensor | Sequence[int]) -> None:
+        """Make the index of a cascade right for rows of the weight that have been changed in place.
+
+        The basis and the calibrations stay what they were: for a few rows, or small changes. Otherwise `build` again.
+
+        Raises:
+            WeightChanged: when other rows have changed, too; nothing is updated then.
+        """
+        engine = self._built(check=False)
+        chosen = torch.as_tensor(rows)
+        if chosen.ndim != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool or not len(chosen):
+            raise ValueError(f"rows: expected some whole numbers, found {chosen.dtype} of shape {tuple(chosen.shape)}")
+        if int(chosen.min()) < 0 or int(chosen.max()) >= len(self.weight):
+            raise ValueError(f"rows: expected numbers in [0, {len(self.weight) - 1}], found {rows}")
+        _checks.finite("weight", self.weight[chosen])
+        others = self._changed_rows()
+        others = others[~torch.isin(others, chosen)]
+        if len(others):
+            raise WeightChanged(f"weight: other rows have changed, too: {_some(others)}; build the index again")
+        cascade.update(engine.index, self.weight, self.bias, chosen.unique())
+        self._use(engine.index)
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
@@ -199,29 +409,77 @@ class AdaptiveSoftmax:
     def _turn(self, rows: Tensor) -> Tensor:
         return rotate(rows.to(self._plain.dtype), self._signs) if self.rotate else rows
 
+    def _scaled_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(self._plain.dtype) * self.beta
+
+    def _extended(self, queries: Tensor) -> Tensor:
+        return cascade.extend(queries, self.beta, self.bias).float()
+
     def _problem(self, queries: Tensor, k: int) -> coordinates.Problem:
-        bias = None if self.bias is None else self.bias.to(queries.dtype) * self.beta
+        bias = self._scaled_bias()
         return coordinates.Problem(
             self._reader, self._plain, queries, self._turn(queries), bias, k, self.eps, self.read_chosen
         )
 
+    def _exact_logits(self, queries: Tensor) -> Tensor:
+        product, bias = self._plain.full(queries), self._scaled_bias()
+        return product if bias is None else product + bias
+
+    def _method(self, k: int, batch: int) -> str:
+        """What answers, for ``"auto"`` by what was measured."""
+        if self.method != "auto":
+            return self.method
+        fit = self._fit(k) if self._calibrated(k) is not None else None
+        return "cascade" if fit is not None and batch <= fit.batch else "exact"
+
+    def _calibrated(self, k: int) -> int | None:
+        """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
+        return min((other for other in self.calibrations if other == k or other >= k > 0), default=None)
+
     def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
-        bounds = self._bounds_for(k) if self.method == "coordinates" else coordinates.NoRounds()
-        answer = coordinates.solve(self._problem(queries, k), bounds, generator)
+        method, problem = self._method(k, len(queries)), self._problem(queries, k)
+        if method == "exact":
+            answer = coordinates.solve(problem, coordinates.NoRounds(), generator)
+        elif method == "coordinates":
+            answer = coordinates.solve(problem, self._bounds_for(k), generator)
+        elif self.guarantee == "pac":
+            answer = self._dithered_codes().solve(problem, self.delta)
+        else:
+            fit = self._fit(k)
+            answer = cascade_answers.solve(self._built(), problem, fit)
+            if fit.k != k:
+                answer = answer._replace(
+                    indices=answer.indices[:, :k], probs=answer.probs[:, :k], logits=answer.logits[:, :k]
+                )
         if not bool(answer.log_z.isfinite().all()):
             raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
 
+    def _fit(self, k: int) -> CascadeCalibration:
+        """The calibration of the cascade that serves for k."""
+        there = self._calibrated(k)
+        if there is None:
+            raise self._not_calibrated(k)
+        fit = self.calibrations[there]
+        assert isinstance(fit, CascadeCalibration)  # noqa: S101
+        if (fit.eps, fit.delta) != (self.eps, self.delta):
+            raise RuntimeError(
+                f"calibrated for eps {fit.eps:g} and delta {fit.delta:g}, which are now {self.eps:g} and "
+                f"{self.delta:g}: call calibrate again"
+            )
+        return fit
+
+    def _not_calibrated(self, k: int) -> RuntimeError:
+        there = ", ".join(map(str, self.calibrations))
+        found = f"found calibrations for k = {there}" if there else "found none"
+        return RuntimeError(
+            f"not calibrated for k = {k}, {found}: call calibrate(queries, k={k}) first, or ask for guarantee='pac'"
+        )
+
     def _bounds_for(self, k: int) -> Bounds:
         if self.guarantee == "calibrated":
             if k not in self._bounds:
-                found = (
-                    f"found calibrations for k = {', '.join(map(str, self._bounds))}" if self._bounds else "found none"
-                )
-                raise RuntimeError(
-                    f"not calibrated for k = {k}, {found}: call calibrate(queries, k={k}) first, "
-                    "or ask for guarantee='pac'"
-                )
+                raise self._not_calibrated(k)
             return self._bounds[k]
         if 0 not in self._bounds:  # one for all k
             self._bounds[0] = (
@@ -230,6 +488,53 @@ class AdaptiveSoftmax:
                 else Declared(self._reader, self.noise, self.delta)
             )
         return self._bounds[0]
+
+    # -- the index -----------------------------------------------------------------------------------------------------
+
+    def _for_cascade(self, what: str) -> None:
+        if self.method not in ("auto", "cascade") or self.guarantee != "calibrated":
+            raise ValueError(
+                f"{what}: expected method='cascade' or 'auto' and guarantee='calibrated', "
+                f"found {self.method!r} and {self.guarantee!r}"
+            )
+        _on_cpu(self.weight)
+
+    def _use(self, index: cascade.Index) -> None:
+        self.index, self._cascade = index, Cascade(index, self.weight, self.bias, self.beta)
+        self._versions = self._now()
+
+    def _now(self) -> tuple[int | None, ...]:
+        """How often torch saw the weight and the bias change in place; tensors of inference mode do not say."""
+        return tuple(
+            None if value.is_inference() else value._version
+            for value in (self.weight, self.bias)
+            if value is not None
+        )
+
+    def _changed_rows(self) -> Tensor:
+        assert self.index is not None  # noqa: S101
+        return (cascade.checksums(self.weight, self.bias) != self.index.checksums).nonzero()[:, 0]
+
+    def _built(self, *, check: bool = True) -> Cascade:
+        """The engine, refused when the weight is not what it was built of."""
+        if self._cascade is None:
+            raise RuntimeError("no index yet: call build(queries) and calibrate(queries), or calibrate alone")
+        if check and self._now() != self._versions:
+            rows = self._changed_rows()
+            if len(rows):
+                raise WeightChanged(
+                    f"weight: rows {_some(rows)} have changed since the index was built: call update_rows for a few "
+                    "rows, build and calibrate for many"
+                )
+            self._versions = self._now()
+        return self._cascade
+
+    def _dithered_codes(self) -> Dithered:
+        if self._dithered is None:
+            from softsieve.heads.dithered import Dithered
+
+            self._dithered = Dithered(self.weight, seed=self.seed)
+        return self._dithered
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -245,8 +550,15 @@ class AdaptiveSoftmax:
         if self.bias is not None:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
         settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
-        settings["calibrations"] = {str(k): found.queries for k, found in self.calibrations.items()}
-        tensors |= {f"calibrations.{k}": found.scale for k, found in self.calibrations.items()}
+        settings["calibrations"] = {}
+        for k, found in self.calibrations.items():
+            if isinstance(found, CascadeCalibration):
+                settings["calibrations"][str(k)] = found._asdict()
+            else:
+                settings["calibrations"][str(k)] = found.queries
+                tensors[f"calibrations.{k}"] = found.scale
+        if self.index is not None:
+            tensors |= {f"index.{name}": value for name, value in self.index._asdict().items()}
         index_file.write(Path(path), tensors, settings)
 
     @classmethod
@@ -261,8 +573,16 @@ class AdaptiveSoftmax:
         tensors, settings = index_file.read(Path(path))
         try:
             head = cls(tensors.pop("weight"), tensors.pop("bias", None), **{n: settings.pop(n) for n in _SETTINGS})
-            for k, queries in settings.pop("calibrations").items():
-                head._restore(int(k), tensors.pop(f"calibrations.{k}"), queries)
+            if "index.centre" in tensors:
+                head._for_cascade("index")
+                index = cascade.Index(*(tensors.pop(f"index.{name}") for name in cascade.Index._fields))
+                cascade.check(index, head.weight, head.bias)
+                head._use(index)
+            for k, found in settings.pop("calibrations").items():
+                if isinstance(found, dict):
+                    head._restore_cascade(int(k), found)
+                else:
+                    head._restore(int(k), tensors.pop(f"calibrations.{k}"), found)
             if settings or tensors:
                 raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -280,9 +600,25 @@ class AdaptiveSoftmax:
         self.calibrations[k], self._bounds[k] = Calibration(scale, queries, self.delta), bounds
 
 
+    def _restore_cascade(self, k: int, found: dict[str, Any]) -> None:
+        self._built()
+        self.calibrations[k] = cascade_calibration.restored(found, k=k, previews=len(self.index.steps))
+
+
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
 
 
 def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:
     """Fields of a batch in the shape of the queries."""
     return [value.reshape((*leading, *value.shape[1:])) for value in found]
+
+
+def _on_cpu(weight: Tensor) -> None:
+    if weight.device.type != "cpu":
+        raise ValueError(f"method: the cascade runs on a CPU, found a weight on {weight.device}")
+
+
+def _some(rows: Tensor) -> str:
+    """Row numbers for a message."""
+    first = ", ".join(map(str, rows[:5].tolist()))
+    return first if len(rows) <= 5 else f"{first} and {len(rows) - 5} more"

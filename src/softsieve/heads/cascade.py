@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +26,9 @@ BLOCK = 512  # rows of the preview that are coded together, as the kernels have 
 CHUNK = 1 << 22  # entries of the weight that are worked on at a time
 CLIP = 12.0  # root mean squares of a column that codes reach; a row beyond has a large error, and it is known to
 LEVELS = 255  # of a predicted deviation
+SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row, as the kernels have it
 PROBES = 64  # rows that are always read
 SAMPLES = 4  # of them that are kept, to notice that the weight has changed
-STRETCH = 4096  # rows that share a checksum
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of the whole that has just been
 
@@ -48,27 +47,34 @@ class Index(NamedTuple):
     expand: Tensor  # (e, e)
     project: Tensor  # (longest, e) bfloat16, times what a code of 1 stands for
     unit: Tensor  # (longest,): what a code of 1 stands for
-    columns: Tensor  # (blocks, longest of the previews, BLOCK) int8
-    codes: Tensor  # (n, longest) int8: the same and more, a row at a time
-    spreads: Tensor  # (levels, n) uint8: predicted deviation of an estimate's error, in steps
-    steps: Tensor  # (levels,)
+    columns: Tensor  # (blocks, longest of the previews, BLOCK) int8: codes
+    spreads: Tensor  # (previews, n) uint8: predicted deviation of a preview's error, in steps
+    steps: Tensor  # (previews,)
+    records: Tensor  # (n, SPREADS + longest) int8: spreads of the tiers, as uint8, and all codes of a row
+    tier_steps: Tensor  # (tiers,)
     probes: Tensor  # int64
-    checksums: Tensor  # int64, one for each stretch of rows
+    checksums: Tensor  # (n,) int64
 
 
 def lengths(size: int) -> tuple[list[int], list[int]]:
     """Prefixes that have estimates: of previews, each half as long again as the one before, and of tiers.
 
+    With the spreads before it, a tier fills one, two, four... cache lines of 64 bytes.
+
     Example:
         >>> lengths(576)
-        ([8, 12, 18, 27, 36], [36, 72, 144, 288])
+        ([8, 12, 18, 27, 36], [56, 120, 248])
     """
     last = max(1, size // 16)
     previews, length = [], 8
     while length < last:
         previews.append(length)
         length += length // 2
-    return [*previews, last], sorted({max(1, size // part) for part in (16, 8, 4, 2)})
+    tiers, length = [], 64
+    while length - SPREADS <= size // 2 and len(tiers) < SPREADS:
+        tiers.append(length - SPREADS)
+        length *= 2
+    return [*previews, last], tiers or [max(1, size // 2)]
 
 
 def build(
@@ -90,7 +96,7 @@ def build(
     progress("basis", 0.05)
     basis = joint_basis(moments.mean, row_moment)
     previews, tiers = lengths(size)
-    longest, levels = tiers[-1], [*previews, *tiers]
+    longest = max(tiers[-1], previews[-1])
     variance = (basis.expand.double() * (row_moment @ basis.expand.double())).sum(0).clamp_min(0)[:longest]
     unit = (variance.sqrt() * (CLIP / 127)).float()
     unit = unit.clamp_min(float(unit.max()) * 1e-12 or 1.0)
@@ -101,23 +107,35 @@ def build(
         (basis.project[:longest] * unit[:, None]).bfloat16(),
         unit,
         torch.zeros(math.ceil(rows / BLOCK), previews[-1], BLOCK, dtype=torch.int8),
-        torch.empty(rows, longest, dtype=torch.int8),
-        torch.empty(len(levels), rows, dtype=torch.uint8),
-        torch.zeros(len(levels)),
+        torch.empty(len(previews), rows, dtype=torch.uint8),
+        torch.zeros(len(previews)),
+        torch.zeros(rows, SPREADS + longest, dtype=torch.int8),
+        torch.zeros(len(tiers)),
         torch.randperm(rows, generator=generator)[: min(PROBES, rows)],
-        torch.empty(math.ceil(rows / STRETCH), dtype=torch.int64),
+        checksums(weight, bias),
     )
-    deviations = torch.empty(len(levels), rows)
+    deviations = torch.empty(len(previews) + len(tiers), rows)
     for start, part in _parts(weight, bias):
         deviations[:, start : start + len(part)] = _code(index, torch.arange(start, start + len(part)), part)
         progress("codes", 2 * share)
-    index.steps.copy_(deviations.amax(-1).clamp_min(1e-30) / LEVELS)
-    torch.div(deviations, index.steps[:, None], out=deviations)
-    index.spreads.copy_(deviations.ceil_().clamp_(1, LEVELS))
-    for number in range(len(index.checksums)):
-        index.checksums[number] = _checksum(weight, number)
-    progress("done", 0.05)
+    _set_spreads(index, torch.arange(rows), deviations)
+    progress("codes", 0.05)
     return index
+
+
+def _set_spreads(index: Index, rows: Tensor, deviations: Tensor) -> None:
+    """Write the predicted deviations of some rows, with coarser steps where they need it."""
+    tiers = index.records[:, : len(index.tier_steps)].view(torch.uint8).T
+    count = len(index.steps)
+    for spreads, steps, own in (
+        (index.spreads, index.steps, deviations[:count]),
+        (tiers, index.tier_steps, deviations[count:]),
+    ):
+        coarser = torch.maximum(steps, own.amax(-1).clamp_min(1e-30) / LEVELS)
+        if len(rows) < spreads.shape[1] and bool((coarser > steps).any()):
+            spreads.copy_((spreads * (steps / coarser)[:, None]).ceil_().clamp_(1, LEVELS))
+        steps.copy_(coarser)
+        spreads[:, rows] = (own / steps[:, None]).ceil_().clamp_(1, LEVELS).byte()
 
 
 def extend(queries: Tensor, beta: float, bias: Tensor | None) -> Tensor:
@@ -127,28 +145,31 @@ def extend(queries: Tensor, beta: float, bias: Tensor | None) -> Tensor:
 
 def update(index: Index, weight: Tensor, bias: Tensor | None, rows: Tensor) -> None:
     """Make an index right for rows of the weight that have changed, in the basis it has."""
-    part = weight[rows].float()
-    if bias is not None:
-        part = torch.cat([part, bias[rows].float()[:, None]], -1)
-    deviations = _code(index, rows, part)
-    steps = torch.maximum(index.steps, deviations.amax(-1) / LEVELS)
-    coarser = steps > index.steps
-    if bool(coarser.any()):
-        ratio = (index.steps / steps)[coarser, None]
-        index.spreads[coarser] = (index.spreads[coarser] * ratio).ceil_().clamp_(1, LEVELS).byte()
-        index.steps.copy_(steps)
-    index.spreads[:, rows] = (deviations / index.steps[:, None]).ceil_().clamp_(1, LEVELS).byte()
-    for number in torch.unique(rows // STRETCH).tolist():
-        index.checksums[number] = _checksum(weight, number)
+    own = None if bias is None else bias[rows]
+    for start, part in _parts(weight[rows], own):
+        some = rows[start : start + len(part)]
+        _set_spreads(index, some, _code(index, some, part))
+    index.checksums[rows] = checksums(weight[rows], own)
 
 
-def changed(index: Index, weight: Tensor) -> list[tuple[int, int]]:
-    """Stretches of rows, from and up to, that are not what the index was built of."""
-    return [
-        (number * STRETCH, min((number + 1) * STRETCH, len(weight)))
-        for number, checksum in enumerate(index.checksums.tolist())
-        if _checksum(weight, number) != checksum
-    ]
+def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A number for the bits of every row: their sum with random odd factors, modulo 2^64."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (weight.shape[1] + 1,), generator=generator) * 2 + 1
+    found = torch.empty(len(weight), dtype=torch.int64)
+    step = max(1, CHUNK // weight.shape[1])
+    for start in range(0, len(weight), step):
+        some = slice(start, start + step)
+        found[some] = (_integers(weight[some]) * factors[:-1]).sum(-1)
+        if bias is not None:
+            found[some] += _integers(bias[some]) * factors[-1]
+    return found
+
+
+def _integers(values: Tensor) -> Tensor:
+    """Their bits."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(kinds[values.element_size()]).to(torch.int64)
 
 
 def _parts(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
@@ -162,7 +183,7 @@ def _parts(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
 def _code(index: Index, rows: Tensor, part: Tensor) -> Tensor:
     """Write the codes of some rows; the predicted deviation of the error of each estimate. (levels, rows)"""
     turned = (part - index.centre) @ index.expand
-    longest = index.codes.shape[1]
+    longest = len(index.unit)
     left = turned.square().sum(-1, dtype=torch.float64)
     turned = turned[:, :longest]
     codes = (turned / index.unit).round_().clamp_(-127, 127)
@@ -172,14 +193,41 @@ def _code(index: Index, rows: Tensor, part: Tensor) -> Tensor:
     previews, tiers = lengths(len(index.centre))
     ends = torch.tensor([*previews, *tiers]) - 1
     small = codes.to(torch.int8)
-    index.codes[rows] = small
+    index.records[rows, SPREADS:] = small
     index.columns[rows // BLOCK, :, rows % BLOCK] = small[:, : index.columns.shape[1]]
     return (left[:, None] - explained[:, ends]).clamp_min_(0).sqrt_().T.float()
 
 
-def _checksum(weight: Tensor, number: int) -> int:
-    rows = weight[number * STRETCH : (number + 1) * STRETCH].contiguous()
-    return zlib.crc32(rows.view(torch.uint8).numpy())
+def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse an index that is not one for a weight of this shape.
+
+    Raises:
+        ValueError: naming the tensor, what was expected and what was found.
+    """
+    rows, size = len(weight), weight.shape[1] + (bias is not None)
+    previews, tiers = lengths(size)
+    longest, blocks = max(tiers[-1], previews[-1]), math.ceil(rows / BLOCK)
+    expected = {
+        "centre": (torch.float32, (size,)),
+        "expand": (torch.float32, (size, size)),
+        "project": (torch.bfloat16, (longest, size)),
+        "unit": (torch.float32, (longest,)),
+        "columns": (torch.int8, (blocks, previews[-1], BLOCK)),
+        "spreads": (torch.uint8, (len(previews), rows)),
+        "steps": (torch.float32, (len(previews),)),
+        "records": (torch.int8, (rows, SPREADS + longest)),
+        "tier_steps": (torch.float32, (len(tiers),)),
+        "probes": (torch.int64, (min(PROBES, rows),)),
+        "checksums": (torch.int64, (rows,)),
+    }
+    for name, value in index._asdict().items():
+        found = (value.dtype, tuple(value.shape))
+        if found != expected[name]:
+            raise ValueError(f"index.{name}: expected {expected[name]}, found {found}")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(f"index.{name}: expected finite numbers, found NaN or infinity")
+    if bool(((index.probes < 0) | (index.probes >= rows)).any()):
+        raise ValueError(f"index.probes: expected rows in [0, {rows - 1}]")
 
 
 # -- asking ------------------------------------------------------------------------------------------------------------
@@ -208,18 +256,20 @@ class Cascade:
         self.index, self.weight, self.beta = index, weight, beta
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         previews, tiers = lengths(len(index.centre))
+        self.previews = len(previews)
         raw = raw_bits(weight)
         self._arrays = kernels.Index(
             raw,
             (torch.zeros(0) if bias is None else bias * beta).to(self.dtype).numpy(),
             raw_bits(index.project),
             index.centre.numpy(),
+            torch.tensor(previews).numpy(),
             index.columns.numpy(),
-            index.codes.numpy(),
-            torch.tensor([*previews, *tiers]).numpy(),
             index.spreads.numpy(),
             index.steps.numpy(),
-            len(previews),
+            torch.tensor(tiers).numpy(),
+            index.records.numpy(),
+            index.tier_steps.numpy(),
             index.probes.numpy(),
             raw[index.probes[:SAMPLES].numpy()],
         )
@@ -264,16 +314,17 @@ class Cascade:
         if not hasattr(self._local, "scratch"):
             from softsieve.kernels import cascade_numba as kernels
 
-            blocks, rows, probes = len(self.index.columns), len(self.weight), len(self.index.probes)
-            singles = (blocks * BLOCK, blocks, blocks, blocks, blocks)
+            blocks, probes = len(self.index.columns), len(self.index.probes)
+            rows = blocks * BLOCK
             self._local.scratch = kernels.Scratch(
-                *(torch.zeros(size).numpy() for size in singles),
-                *(torch.zeros(size, dtype=torch.int64).numpy() for size in (blocks, rows)),
-                torch.zeros(rows).numpy(),
+                *(torch.zeros(size).numpy() for size in (rows, blocks, blocks, blocks, blocks)),
+                torch.zeros(blocks, dtype=torch.int64).numpy(),
+                torch.zeros(rows, dtype=torch.int32).numpy(),
+                *(torch.zeros(rows).numpy() for _ in range(2)),
                 torch.zeros(rows, dtype=self.dtype).numpy(),
                 torch.zeros(len(self.index.unit)).numpy(),
                 torch.zeros(probes, dtype=self.dtype).numpy(),
-                torch.zeros(probes).numpy(),
+                *(torch.zeros(probes).numpy() for _ in range(2)),
             )
         return self._local.scratch
 

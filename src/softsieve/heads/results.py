@@ -40,3 +40,12 @@ class LogPartition(NamedTuple):
     coordinates: Tensor
     bytes_read: Tensor
     exact: Tensor
+
+
+class Coverage(NamedTuple):
+    """How a head does on queries whose exact answers are known."""
+
+    queries: int
+    right: float  # share of right answers: the top k, probabilities within eps
+    read: float  # bytes read, as a share of the weight's, in the mean
+    exact: float  # share of queries for which everything was read

@@ -16,12 +16,13 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
+SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 FEW = 64  # rows up to which starting threads takes longer than the work
 LOG2E = 1.4426950408889634
 
-_FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan" and "ninf": sums of masses may meet infinities
-jit = numba.njit(nogil=True, cache=True, fastmath=_FAST)
-jit_parallel = numba.njit(nogil=True, cache=True, fastmath=_FAST, parallel=True)
+jit = numba.njit(nogil=True, cache=True)
+jit_fast = numba.njit(nogil=True, cache=True, fastmath=True)  # sums and largest values vectorise; no infinities in them
+jit_parallel = numba.njit(nogil=True, cache=True, fastmath=True, parallel=True)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@jit
+@jit_fast
 def exp(value: float) -> float:
     """e to a number of at most 80, to 2e-7; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
     scaled = np.float32(max(value, np.float32(-80.0))) * np.float32(LOG2E)
@@ -74,7 +75,7 @@ def exp(value: float) -> float:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@jit
+@jit_fast
 def _exact_row(row: Any, x: Any) -> Any:
     total = x.dtype.type(0)
     for j in range(x.size):
@@ -99,12 +100,24 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
 @jit_parallel
 def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
     """``out[low:high] = projection[low:high] @ x``."""
-    for j in prange(low, high):
-        out[j] = _exact_row(projection[j], x)
+    if high - low <= FEW:
+        for j in range(low, high):
+            out[j] = _exact_row(projection[j], x)
+    else:
+        for j in prange(low, high):
+            out[j] = _exact_row(projection[j], x)
+
+
+@jit_fast
+def _largest(values: Any) -> Any:
+    found = values[0]
+    for i in range(values.size):
+        found = max(found, values[i])
+    return found
 
 
 @jit_parallel
-def preview(codes: Any, y: Any, offset: Any, out: Any, largest: Any) -> None:
+def preview(codes: Any, y: Any, offset: Any, rows: int, out: Any, largest: Any) -> None:
     """``out = codes.T @ y + offset`` by blocks of rows, and the largest of each block."""
     blocks, length = codes.shape[0], y.size
     even = length - length % 4
@@ -121,14 +134,10 @@ def preview(codes: Any, y: Any, offset: Any, out: Any, largest: Any) -> None:
             c0, y0 = block[j], y[j]
             for i in range(BLOCK):
                 values[i] += y0 * c0[i]
-        count = min(BLOCK, out.size - b * BLOCK)
-        top = values[0]
-        for i in range(count):
-            top = max(top, values[i])
-        largest[b] = top
+        largest[b] = _largest(out[b * BLOCK : min((b + 1) * BLOCK, rows)])
 
 
-@jit
+@jit_fast
 def _code_row(row: Any, y: Any) -> Any:
     total = np.float32(0)
     for j in range(y.size):
@@ -137,15 +146,19 @@ def _code_row(row: Any, y: Any) -> Any:
 
 
 @jit_parallel
-def refine(codes: Any, y: Any, rows: Any, low: int, high: int, out: Any) -> None:
-    """``out[r] += codes[rows[r], low:high] @ y[low:high]``."""
-    part = y[low:high]
+def refine(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, near: Any) -> None:
+    """``out[r] += codes[rows[r], low:high] @ y[low:high]``, and the spreads of these rows in this tier."""
+    part, start, stop = y[low:high], SPREADS + low, SPREADS + high
     if rows.size <= FEW:
         for r in range(rows.size):
-            out[r] += _code_row(codes[rows[r], low:high], part)
+            record = records[rows[r]]
+            out[r] += _code_row(record[start:stop], part)
+            near[r] = np.float32(np.uint8(record[tier]))
     else:
         for r in prange(rows.size):
-            out[r] += _code_row(codes[rows[r], low:high], part)
+            record = records[rows[r]]
+            out[r] += _code_row(record[start:stop], part)
+            near[r] = np.float32(np.uint8(record[tier]))
 
 
 # -- one query ---------------------------------------------------------------------------------------------------------
@@ -160,12 +173,13 @@ class Index(NamedTuple):
     bias: Any  # (n,) or (0,)
     projection: Any  # (longest, d [+ 1]) bits of bfloat16; the last column goes with the bias
     centre: Any  # (d [+ 1],)
-    columns: Any  # (blocks, longest of a preview, BLOCK) int8: codes for the preview
-    codes: Any  # (n, longest) int8: the same codes and more, a row at a time
-    lengths: Any  # (levels,) int64: prefixes of a row of codes that have estimates
-    spreads: Any  # (levels, n) uint8: predicted deviations of the estimates' errors
-    steps: Any  # (levels,): their unit
-    previews: int  # so many levels are in `columns`
+    previews: Any  # (previews,) int64: prefixes of the codes that have estimates for all rows
+    columns: Any  # (blocks, longest of them, BLOCK) int8: codes for the preview
+    spreads: Any  # (previews, n) uint8: predicted deviations of the estimates' errors
+    steps: Any  # (previews,): their unit
+    tiers: Any  # (tiers,) int64: longer prefixes
+    records: Any  # (n, SPREADS + longest) int8: spreads of the tiers (as uint8) and all codes of a row
+    tier_steps: Any  # (tiers,)
     probes: Any  # int64: rows that are always read, to measure how large errors are for this query
     samples: Any  # (few, d): what the first of them were when the index was built
 
@@ -174,7 +188,7 @@ class Plan(NamedTuple):
     """How to answer, for one k."""
 
     k: int
-    first: int  # the level of the preview
+    first: int  # which preview
     width: float  # of margins, in predicted deviations
     correction: float  # what an estimate's predicted variance adds to the logarithm of its mass
     floor: float  # rows with less than this part of the normaliser do not matter, as a logarithm
@@ -193,12 +207,14 @@ class Scratch(NamedTuple):
     masses: Any  # (blocks,)
     doubts: Any  # (blocks,)
     counts: Any  # (blocks,)
-    rows: Any  # (n,): survivors
-    values: Any  # (n,): their estimates
-    exact: Any  # (n,): their logits
+    rows: Any  # (blocks * BLOCK,) int32: survivors
+    values: Any  # (blocks * BLOCK,): their estimates
+    near: Any  # (blocks * BLOCK,): their spreads
+    exact: Any  # (blocks * BLOCK,): their logits
     y: Any  # (longest,)
     probed: Any  # (probes,): logits of the probes
     previewed: Any  # (probes,): estimates of the probes
+    around: Any  # (probes,): spreads of the probes
 
 
 class Found(NamedTuple):
@@ -214,7 +230,7 @@ class Found(NamedTuple):
 
 
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
-SHARE = 8  # when more than one in so many rows is to be read in full, all are
+SHARE = 2  # when more than one in so many rows is to be read in full, all are
 PATIENCE = 8  # times that more rows are read before the whole weight is
 
 
@@ -229,26 +245,38 @@ def _changed(weight: Any, probes: Any, samples: Any) -> bool:
 
 
 @jit
-def _scale(logits: Any, estimates: Any, spread: Any, step: float, rows: Any) -> float:
+def _scale(logits: Any, estimates: Any, spreads: Any, step: float) -> float:
     """Root of the mean square of errors in predicted deviations."""
     total = 0.0
-    for r in range(rows.size):
-        error = (logits[r] - estimates[r]) / (step * spread[rows[r]])
+    for r in range(spreads.size):
+        error = (logits[r] - estimates[r]) / (step * spreads[r])
         total += error * error
-    return math.sqrt(total / rows.size)
+    return math.sqrt(total / spreads.size)
 
 
 @jit
 def _kth(values: Any, k: int) -> float:
     """The k-th largest."""
-    return np.partition(values, values.size - k)[values.size - k]
+    if k == 1:
+        return _largest(values)
+    if k > FEW:
+        return np.partition(values, values.size - k)[values.size - k]
+    best = np.sort(values[:k])  # rising
+    for i in range(k, values.size):
+        if values[i] > best[0]:
+            place = 1
+            while place < k and best[place] < values[i]:
+                best[place - 1] = best[place]
+                place += 1
+            best[place - 1] = values[i]
+    return best[0]
 
 
 @jit
 def _kth_estimate(estimates: Any, largest: Any, n: int, k: int, room: Any) -> float:
     """The k-th largest estimate; blocks below the k-th largest block hold none of the first k."""
     if k == 1:
-        return largest.max()
+        return _largest(largest)
     bound = _kth(largest, k) if largest.size >= k else largest.min() - np.float32(np.inf)
     count = 0
     for b in range(largest.size):
@@ -258,6 +286,28 @@ def _kth_estimate(estimates: Any, largest: Any, n: int, k: int, room: Any) -> fl
                     room[count] = estimates[i]
                     count += 1
     return _kth(room[:count], k)
+
+
+@jit_fast
+def _sum_masses(values: Any, near: Any, unit: float, correction: float, shift: float) -> Any:
+    """Masses of some rows, and their doubtful part. ``unit``: deviation for a spread of 1."""
+    mass, doubt = np.float32(0), np.float32(0)
+    for r in range(values.size):
+        deviation = np.float32(unit) * np.float32(near[r])
+        added = np.float32(correction) * deviation * deviation
+        own = exp(min(values[r] + added - np.float32(shift), np.float32(80)))
+        mass += own
+        doubt += own * min(added, np.float32(1))
+    return float(mass), float(doubt)
+
+
+@jit_fast
+def _reach(values: Any, near: Any, margin: float) -> Any:
+    """The largest of the estimates with their margins."""
+    found = values[0]
+    for r in range(values.size):
+        found = max(found, values[r] + np.float32(margin) * np.float32(near[r]))
+    return found
 
 
 @jit_parallel
@@ -272,84 +322,55 @@ def _weigh(
     doubts: Any,
     reaches: Any,
 ) -> None:
-    """Masses, their doubtful part and the reach of every block. ``unit``: deviation for a spread of 1."""
-    n = spread.size
+    """Masses, their doubtful part and the reach of every block."""
     for b in prange(masses.size):
-        stop = min((b + 1) * BLOCK, n)
-        values, spreads = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
-        mass, doubt, reach = np.float32(0), np.float32(0), values[0]
-        for i in range(values.size):
-            deviation = np.float32(unit) * np.float32(spreads[i])
-            added = np.float32(correction) * deviation * deviation
-            own = exp(min(values[i] + added - np.float32(shift), np.float32(80)))
-            mass += own
-            doubt += own * min(added, np.float32(1))
-            reach = max(reach, values[i] + np.float32(width) * deviation)
-        masses[b] = mass
-        doubts[b] = doubt
-        reaches[b] = reach
+        stop = min((b + 1) * BLOCK, spread.size)
+        values, near = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
+        masses[b], doubts[b] = _sum_masses(values, near, unit, correction, shift)
+        reaches[b] = _reach(values, near, width * unit)
+
+
+@jit
+def _keep(values: Any, rows: Any, near: Any, margin: float, level: float) -> int:
+    """Move those that reach the level to the front."""
+    kept, slope, bound = 0, np.float32(margin), np.float32(level)
+    for r in range(rows.size):
+        value, own = values[r], near[r]
+        rows[kept], values[kept], near[kept] = rows[r], value, own
+        kept += value + slope * own >= bound  # without a branch, which would be mispredicted
+    return kept
 
 
 @jit_parallel
 def _select(
-    estimates: Any, spread: Any, margin: float, level: float, reach: Any, counts: Any, rows: Any, kept: Any
+    estimates: Any, spread: Any, margin: float, level: float, reach: Any, counts: Any, rows: Any, values: Any, near: Any
 ) -> int:
-    """Rows whose estimate with its margin reaches the level."""
+    """Rows whose estimate with its margin reaches the level, to the front of ``rows``."""
     n = spread.size
-    bound, slope = np.float32(level), np.float32(margin)
     for b in prange(counts.size):
+        start, stop = b * BLOCK, min((b + 1) * BLOCK, n)
         count = 0
-        if reach[b] >= bound:
-            stop = min((b + 1) * BLOCK, n)
-            values, spreads = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
-            for i in range(values.size):
-                count += np.int64(values[i] + slope * np.float32(spreads[i]) >= bound)
+        if reach[b] >= np.float32(level):
+            for i in range(start, stop):
+                rows[i], values[i], near[i] = i, estimates[i], spread[i]
+            count = _keep(values[start:stop], rows[start:stop], near[start:stop], margin, level)
         counts[b] = count
     total = 0
     for b in range(counts.size):
-        counts[b], total = total, total + counts[b]
-    for b in prange(counts.size):
-        place = counts[b]
-        end = counts[b + 1] if b + 1 < counts.size else total
-        if place < end:
-            for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
-                if estimates[i] + slope * np.float32(spread[i]) >= bound:
-                    rows[place] = i
-                    kept[place] = estimates[i]
-                    place += 1
+        start, stop = b * BLOCK, b * BLOCK + counts[b]
+        if total < start:
+            for i in range(start, stop):
+                rows[total + i - start], values[total + i - start] = rows[i], values[i]
+                near[total + i - start] = near[i]
+        total += counts[b]
     return total
 
 
 @jit
-def _sum_masses(values: Any, rows: Any, spread: Any, unit: float, correction: float, shift: float) -> Any:
-    mass, doubt = 0.0, 0.0
-    for r in range(rows.size):
-        deviation = np.float32(unit) * np.float32(spread[rows[r]])
-        added = np.float32(correction) * deviation * deviation
-        own = exp(min(values[r] + added - np.float32(shift), np.float32(80)))
-        mass += own
-        doubt += own * min(added, np.float32(1))
-    return mass, doubt
-
-
-@jit
-def _keep(values: Any, rows: Any, spread: Any, margin: float, level: float) -> int:
-    """Move those that reach the level to the front."""
-    kept = 0
-    for r in range(rows.size):
-        if values[r] + np.float32(margin) * np.float32(spread[rows[r]]) >= level:
-            # Swapped, so that those left behind are still there.
-            rows[kept], rows[r] = rows[r], rows[kept]
-            values[kept], values[r] = values[r], values[kept]
-            kept += 1
-    return kept
-
-
-@jit
-def _correct(values: Any, rows: Any, spread: Any, unit: float, correction: float, dense: Any) -> None:
+def _correct(values: Any, rows: Any, near: Any, unit: float, correction: float, dense: Any) -> None:
     """Estimates as numbers whose exponentials are the estimated masses."""
     for r in range(rows.size):
-        deviation = unit * spread[rows[r]]
+        deviation = unit * near[r]
         dense[rows[r]] = values[r] + correction * deviation * deviation
 
 
@@ -380,27 +401,26 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     """
     n, d = index.weight.shape
     item, probes = index.weight.itemsize, index.probes
-    y, level_count = scratch.y, index.lengths.size
-    k = plan.k
+    y, k = scratch.y, plan.k
 
     # The preview: estimates of all rows, and how wrong they are.
-    length = index.lengths[plan.first]
+    length = index.previews[plan.first]
     project(index.projection, extended, 0, length, y)
     offset = _exact_row(index.centre, extended)
-    preview(index.columns, y[:length], np.float32(offset), scratch.estimates, scratch.largest)
+    preview(index.columns, y[:length], np.float32(offset), n, scratch.estimates, scratch.largest)
     exact_rows(index.weight, x, probes, index.bias, scratch.probed)
+    spread = index.spreads[plan.first]
     for r in range(probes.size):
-        scratch.previewed[r] = scratch.estimates[probes[r]]
+        scratch.previewed[r], scratch.around[r] = scratch.estimates[probes[r]], spread[probes[r]]
     read = n * (length + 1) + (length + 1) * extended.size * 2 + probes.size * d * item
     entries = n * length + probes.size * d
     if _changed(index.weight, probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0)
-    spread = index.spreads[plan.first]
-    measured = _scale(scratch.probed, scratch.previewed, spread, index.steps[plan.first], probes)
-    if not plan.low <= measured <= plan.high:
+    measured = _scale(scratch.probed, scratch.previewed, scratch.around, index.steps[plan.first])
+    if not (plan.low <= measured <= plan.high and math.isfinite(measured)):
         return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0)
     unit = measured * index.steps[plan.first]
-    shift = scratch.largest.max()
+    shift = _largest(scratch.largest)
     _weigh(
         scratch.estimates,
         spread,
@@ -428,9 +448,10 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             scratch.counts,
             scratch.rows,
             scratch.values,
+            scratch.near,
         )
-        rows, values = scratch.rows[:count], scratch.values[:count]
-        mass, doubt = _sum_masses(values, rows, spread, unit, plan.correction, shift)
+        rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
+        mass, doubt = _sum_masses(values, near, unit, plan.correction, shift)
         rest, rest_doubt = max(all_mass - mass, 0.0), max(all_doubt - doubt, 0.0)
 
         if dense.size:
@@ -441,8 +462,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         # Tiers: longer prefixes of the rows that are left, where that promises to read less than all of these rows.
         known = length
         there = 0
-        for tier in range(index.previews, level_count):
-            longer = index.lengths[tier]
+        for tier in range(index.tiers.size):
+            longer = index.tiers[tier]
             cost = (longer - known) * extended.size * 2 + count * (longer - there + 1)
             if longer < 2 * known or 2 * cost > count * d * item:
                 continue
@@ -450,28 +471,23 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             if there == 0:
                 values[:] = np.float32(offset)
                 scratch.previewed[:] = np.float32(offset)
-            refine(index.codes, y, rows, there, longer, values)
-            refine(index.codes, y, probes, there, longer, scratch.previewed)
-            read += cost + probes.size * (longer - there)
+            refine(index.records, tier, y, rows, there, longer, values, near)
+            refine(index.records, tier, y, probes, there, longer, scratch.previewed, scratch.around)
+            read += cost + probes.size * (longer - there + 1)
             entries += (count + probes.size) * (longer - there)
             known = there = longer
-            tier_spread = index.spreads[tier]
-            tier_unit = index.steps[tier] * _scale(
-                scratch.probed, scratch.previewed, tier_spread, index.steps[tier], probes
-            )
-            mass, doubt = _sum_masses(values, rows, tier_spread, tier_unit, plan.correction, shift)
+            step = index.tier_steps[tier]
+            tier_unit = step * _scale(scratch.probed, scratch.previewed, scratch.around, step)
+            mass, doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)
+            if dense.size:
+                _correct(values, rows, near, tier_unit, plan.correction, dense)
             bound = math.log(max(rest + mass, 1e-300)) + shift + plan.floor
             if k:
                 bound = min(bound, _kth(values, k))
-            kept = _keep(values, rows, tier_spread, plan.width * tier_unit, bound - lowered - rounding)
-            mass, doubt = _sum_masses(
-                values[kept:], rows[kept:], tier_spread, tier_unit, plan.correction, shift
-            )
-            rest, rest_doubt = rest + mass, rest_doubt + doubt
-            if dense.size:
-                _correct(values[kept:], rows[kept:], tier_spread, tier_unit, plan.correction, dense)
-            count = kept
-            rows, values = rows[:count], values[:count]
+            count = _keep(values, rows, near, plan.width * tier_unit, bound - lowered - rounding)
+            rows, values, near = rows[:count], values[:count], near[:count]
+            kept_mass, kept_doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)
+            rest, rest_doubt = rest + max(mass - kept_mass, 0.0), rest_doubt + max(doubt - kept_doubt, 0.0)
         if count * SHARE > n:
             break
 

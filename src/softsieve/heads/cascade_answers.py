@@ -1,0 +1,74 @@
+"""Answers of a calibrated cascade: what its kernel answers, and exact ones for the rest."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from softsieve.heads import coordinates
+from softsieve.heads.cascade import Asked, Cascade
+from softsieve.heads.cascade_calibration import CascadeCalibration, half_width, plan
+from softsieve.heads.coordinates import Answer, Problem
+
+CHANGED, DRIFTED = 1, 2  # states of a query, as the kernels have them
+
+
+class DriftWarning(UserWarning):
+    """Queries are unlike those that the head was calibrated with, and were answered exactly."""
+
+
+class WeightChanged(RuntimeError):
+    """The weight is not the one that the index was built of."""
+
+
+def solve(cascade: Cascade, problem: Problem, calibration: CascadeCalibration) -> Answer:
+    """Answer queries times beta, each by itself.
+
+    Raises:
+        WeightChanged: when the kernel finds other rows than the index was built of.
+    """
+    asked = ask(cascade, problem.x, calibration)
+    dtype = problem.x.dtype
+    log_z = asked.log_z.to(dtype)
+    half = half_width(asked.half, calibration).to(dtype)
+    answer = Answer(
+        asked.indices,
+        (asked.logits - log_z[:, None]).exp(),
+        asked.logits,
+        log_z,
+        torch.stack([log_z - half, log_z + half], -1),
+        asked.coordinates,
+        asked.bytes_read,
+        asked.state != 0,
+    )
+    rest = answer.exact.nonzero()[:, 0]
+    if len(rest):
+        # The kernel works for the calibration's k, which may be larger than the one that is asked for.
+        exact = coordinates.solve(
+            problem._replace(x=problem.x[rest], turned=problem.x[rest], k=calibration.k), coordinates.NoRounds(), None
+        )
+        for value, right in zip(answer[:5], exact[:5], strict=True):
+            value[rest] = right
+        answer.coordinates[rest] = exact.coordinates
+        answer.bytes_read[rest] += exact.bytes_read
+    return answer
+
+
+def ask(cascade: Cascade, x: Tensor, calibration: CascadeCalibration, *, dense: bool = False) -> Asked:
+    """What the kernel answers; warns of queries unlike the calibration's."""
+    asked = cascade.ask(x, plan(calibration), dense=dense)
+    if bool((asked.state == CHANGED).any()):
+        raise WeightChanged("weight: not the one that the index was built of")
+    drifted = asked.state == DRIFTED
+    if bool(drifted.any()):
+        scales = asked.scale[drifted]
+        warnings.warn(
+            f"x: {len(scales)} of {len(x)} queries are unlike those of the calibration and were answered exactly: errors "
+            f"of a preview are {float(scales[0]):.3g} of what was predicted, and were from {calibration.low:.3g} to "
+            f"{calibration.high:.3g}",
+            DriftWarning,
+            stacklevel=2,
+        )
+    return asked

@@ -1,0 +1,287 @@
+"""Calibration of the cascade: which preview and which width of margins make answers to sample queries right."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softsieve.heads.cascade import Asked, Cascade, Progress, in_silence
+from softsieve.heads.reader import Reader
+
+if TYPE_CHECKING:
+    from softsieve.kernels.cascade_numba import Plan
+
+CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
+WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
+SHAPING = 256  # queries, at most, that only choose; the others decide
+CORRECTIONS = tuple(number / 20 for number in range(4, 21))
+SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_AT_ONCE = 1 << 24  # logits that are there at a time
+
+
+class CascadeCalibration(NamedTuple):
+    """What was fitted on sample queries, for one k."""
+
+    k: int
+    eps: float
+    delta: float
+    queries: int  # how many there were
+    right: float  # the share of answers that were right with this width, over those that decided on it
+    read: float  # the share of the weight's bytes that these read
+    first: int  # the level of the preview
+    width: float  # of margins; infinite: everything is read
+    correction: float
+    doubt: float
+    interval: float
+    low: float
+    high: float
+    batch: int  # up to so many queries at a time the cascade was measured to be faster than the exact product
+
+
+def restored(found: dict[str, Any], *, k: int, previews: int) -> CascadeCalibration:
+    """A calibration from what a file says.
+
+    Raises:
+        TypeError, ValueError: when it cannot be one.
+    """
+    kinds = {name: int if kind == "int" else float for name, kind in CascadeCalibration.__annotations__.items()}
+    if set(found) != set(kinds):
+        raise ValueError(f"calibrations.{k}: expected {sorted(kinds)}, found {sorted(found)}")
+    for name, kind in kinds.items():
+        if isinstance(found[name], bool) or not isinstance(found[name], int if kind is int else (int, float)):
+            raise TypeError(f"calibrations.{k}: {name}: expected a number, found {found[name]!r}")
+        if math.isnan(found[name]) or found[name] < 0:
+            raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {found[name]!r}")
+    if found["k"] != k or found["first"] >= previews:
+        raise ValueError(f"calibrations.{k}: made for another head")
+    return CascadeCalibration(**found)
+
+
+class Truth(NamedTuple):
+    """Exact answers."""
+
+    best: Tensor  # (N, k), falling
+    log_z: Tensor  # (N,)
+
+    def __getitem__(self, rows: Tensor) -> Truth:  # type: ignore[override]
+        return Truth(self.best[rows], self.log_z[rows])
+
+
+def needed(delta: float) -> int:
+    """The fewest sample queries for which a promise can be made.
+
+    M queries decide, and with none of their answers wrong ``(1 - delta)^M <= 1 - CONFIDENCE`` must hold.
+
+    Example:
+        >>> needed(0.1), needed(0.01)
+        (65, 688)
+    """
+    deciding = math.ceil(round(math.log(1 - CONFIDENCE) / math.log1p(-delta), 9))
+    return next(count for count in range(deciding, 2 * deciding + SHAPING) if count - _shaping(count) >= deciding)
+
+
+def allowed(count: int, delta: float) -> int:
+    """So many of the answers to ``count`` queries may be wrong; -1 when there are too few queries.
+
+    The largest e with ``P(Binomial(count, delta) <= e) <= 1 - CONFIDENCE``. For exchangeable queries the score of one
+    more is then above that of the ``count - e``-th smallest with probability delta at most, not only in the mean over
+    samples, but with that confidence for the one sample there is (Vovk 2012).
+    """
+    tail, log_term, odds = 0.0, count * math.log1p(-delta), math.log(delta) - math.log1p(-delta)
+    for errors in range(count + 1):
+        tail += math.exp(log_term)
+        if tail > 1 - CONFIDENCE:
+            return errors - 1
+        log_term += math.log((count - errors) / (errors + 1)) + odds if errors < count else 0.0
+    return count
+
+
+def _shaping(count: int) -> int:
+    return min(count // 3, SHAPING)
+
+
+def truth(reader: Reader, x: Tensor, bias: Tensor | None, k: int) -> Truth:
+    """Exact answers to queries times beta; ``bias`` times beta."""
+    found = []
+    for part in torch.split(x, max(1, _AT_ONCE // reader.rows)):
+        logits = reader.full(part)
+        if bias is not None:
+            logits += bias
+        found.append(Truth(logits.topk(k, -1).values, logits.logsumexp(-1)))
+    return Truth(torch.cat([f.best for f in found]), torch.cat([f.log_z for f in found]))
+
+
+def right(asked: Asked, exact: Truth, calibration: CascadeCalibration) -> Tensor:
+    """Whether answers are: the top k by value, probabilities within eps, the normaliser within its interval; (batch,).
+
+    Up to rounding. What the kernel did not answer is answered exactly.
+    """
+    largest = torch.cat([exact.best, exact.log_z[:, None]], -1).abs().amax(-1)
+    rounding = 16 * torch.finfo(exact.best.dtype).eps * (1 + largest.double())
+    top = ((asked.logits - exact.best).abs() <= rounding[:, None]).all(-1)
+    error = exact.log_z.double() - asked.log_z
+    ratio = error.expm1() if calibration.k else (-error).expm1()  # probabilities have the normaliser below the line
+    inside = error.abs() <= half_width(asked.half, calibration) + rounding
+    return (top & (ratio.abs() <= calibration.eps + rounding) & inside) | (asked.state != 0)
+
+
+def half_width(doubt: Tensor, calibration: CascadeCalibration) -> Tensor:
+    """Half the interval of log Z that is promised, from the half width that was to be reached."""
+    promised = -math.log1p(-calibration.eps)
+    if math.isinf(calibration.interval):
+        return torch.full_like(doubt, promised)
+    return (doubt * calibration.interval).clamp_max(promised)
+
+
+def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> Plan:
+    """What the kernel is told; the half width of log Z to reach is what eps says unless given."""
+    from softsieve.kernels.cascade_numba import Plan
+
+    return Plan(
+        calibration.k,
+        calibration.first,
+        calibration.width,
+        calibration.correction,
+        math.log(calibration.eps / 2),
+        calibration.doubt,
+        math.log1p(calibration.eps) if tolerance is None else tolerance,
+        calibration.low,
+        calibration.high,
+    )
+
+
+class _Sample(NamedTuple):
+    """Queries with their exact answers."""
+
+    cascade: Cascade
+    x: Tensor
+    exact: Truth
+
+    def some(self, rows: Tensor) -> _Sample:
+        return _Sample(self.cascade, self.x[rows], self.exact[rows])
+
+    def ask(self, calibration: CascadeCalibration) -> tuple[Asked, Tensor, float]:
+        """Answers, whether they are right, and the share of the weight's bytes that they read, in the mean."""
+        asked = self.cascade.ask(self.x, plan(calibration))
+        weight = self.cascade.weight
+        whole = weight.numel() * weight.element_size()
+        read = asked.bytes_read.double() + (asked.state != 0) * whole
+        return asked, right(asked, self.exact, calibration), float(read.mean()) / whole
+
+
+def calibrate(
+    cascade: Cascade,
+    x: Tensor,
+    exact: Truth,
+    *,
+    k: int,
+    eps: float,
+    delta: float,
+    generator: torch.Generator | None,
+    progress: Progress = in_silence,
+) -> CascadeCalibration:
+    """Fit preview, correction and width on queries times beta.
+
+    Some of the queries, at random, shape: they choose the preview that reads least, the correction of masses, and how
+    much doubt about log Z goes with corrected mass. The others decide on the width. They are answered with widths from
+    wide to narrow, and the score of a query is the least width down to which its answers are right. A width is wide
+    enough if no more scores are above it than `allowed`; of those the one is taken with which least is read.
+    """
+    shaping_count = _shaping(len(x))
+    mixed = torch.randperm(len(x), generator=generator)
+    shaping, deciding = (_Sample(cascade, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:]))
+    found = CascadeCalibration(
+        k, eps, delta, len(x), 1.0, 1.0, 0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
+    )
+    errors = allowed(len(deciding.x), delta)
+    if errors < 0:
+        progress("calibrating", 1.0)
+        return found
+    found = _shape(shaping, found, progress)
+    return _decide(deciding, found, errors, progress)
+
+
+def _shape(sample: _Sample, start: CascadeCalibration, progress: Progress) -> CascadeCalibration:
+    """Choose everything but the width, which is a first guess."""
+    previews = sample.cascade.previews
+    errors = int(start.delta * len(sample.x) / 2)
+    best = start._replace(read=math.inf)
+    for first in range(previews):
+        low, high = 0, len(WIDTHS) - 1  # the narrowest width with few errors, by bisection
+        while low < high:
+            middle = (low + high + 1) // 2
+            _, fine, read = sample.ask(start._replace(first=first, width=WIDTHS[middle]))
+            if len(fine) - int(fine.sum()) <= errors:
+                low = middle
+            else:
+                high = middle - 1
+        _, _, read = sample.ask(start._replace(first=first, width=WIDTHS[low]))
+        if read < best.read:
+            best = start._replace(first=first, width=WIDTHS[low], read=read)
+        progress("choosing a preview", 0.4 / previews)
+    trials = []
+    for correction in CORRECTIONS:
+        trial = best._replace(correction=correction)
+        asked = sample.cascade.ask(sample.x, plan(trial._replace(doubt=1.0), tolerance=math.inf))
+        error = (sample.exact.log_z.double() - asked.log_z)[asked.state == 0]
+        # Errors of rows that are lost are no matter of the correction.
+        trials.append((float(error.clamp(-1, 1).square().mean()), trial, error, asked))
+        progress("correcting masses", 0.1 / len(CORRECTIONS))
+    _, best, error, asked = min(trials, key=lambda trial: trial[0])
+    doubt = asked.half[asked.state == 0]
+    ratio = error.abs() / doubt.clamp_min(1e-12)
+    usual = float(ratio.quantile(0.9)) if len(ratio) else 1.0
+    return best._replace(
+        doubt=max(usual, 1e-3),
+        interval=2 * float(ratio.max()) / max(usual, 1e-3) if len(ratio) else math.inf,
+        low=float(asked.scale.min()) / SLACK,
+        high=float(asked.scale.max()) * SLACK,
+    )
+
+
+def _decide(
+    sample: _Sample, shape: CascadeCalibration, errors: int, progress: Progress
+) -> CascadeCalibration:
+    """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
+    best = shape._replace(width=math.inf, read=1.0, right=1.0)
+    widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, WIDTHS[-1])]
+    count, wrong, scales = len(sample.x), 0, []
+    for number, width in enumerate(widths):
+        asked, fine, read = sample.ask(shape._replace(width=width))
+        scales.append(asked.scale)
+        wrong += len(fine) - int(fine.sum())
+        if wrong > errors:
+            progress("deciding on the width", 0.5 * (len(widths) - number) / len(widths))
+            break
+        if read <= best.read:
+            best = shape._replace(width=width, read=read, right=float(fine.sum()) / count)
+        sample = sample.some(fine)
+        progress("deciding on the width", 0.5 / len(widths))
+    return best
+
+
+def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
+    """Up to how many queries at a time ``ask`` is faster than ``exact``; 0 if never."""
+    best = 0
+    for batch in BATCHES:
+        queries = x[:batch] if len(x) >= batch else x.repeat(math.ceil(batch / len(x)), 1)[:batch]
+        if _seconds(ask, queries) > _seconds(exact, queries):
+            break
+        best = batch
+    return best
+
+
+def _seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
+    """The median of some calls."""
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call(x)
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
