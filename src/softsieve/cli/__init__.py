@@ -7,6 +7,8 @@ from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
 from softsieve.cli.experiment import experiment
 from softsieve.cli.head import head
+from softsieve.cli.head_bench import head_bench, head_scaling
+from softsieve.cli.head_index import build, calibrate, query
 from softsieve.cli.options import ScriptCommand, takes_options
 from softsieve.cli.predict import predict
 from softsieve.cli.train import train
@@ -19,5 +21,9 @@ app.command(cls=ScriptCommand)(predict)
 app.command()(compare)
 app.add_typer(bench, name="bench")
 app.add_typer(head, name="head")
+for command in (build, calibrate, query):
+    head.command()(command)
+head.command("bench")(head_bench)
+bench.command("head-scaling")(head_scaling)
 app.add_typer(experiment, name="experiment")
 app.command()(demo)

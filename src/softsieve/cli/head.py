@@ -1,4 +1,4 @@
-"""`softsieve head`: output layers of language models, taken out of them."""
+"""`softsieve head`: output layers, here taken out of language models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ import typer
 from softsieve.cli.errors import one_line
 from softsieve.errors import InputError
 
-head = typer.Typer(help="Output layers of language models.", no_args_is_help=True)
+head = typer.Typer(help="Output layers: taken out of models, indexed, calibrated, asked.", no_args_is_help=True)
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-@head.callback()
-def _group() -> None:
-    """Keeps `head` a group while it has one command."""
 
 
 @head.command()
@@ -46,7 +41,7 @@ def extract(
             raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
         if not 0 < test_share < 1:
             raise InputError(f"test_share: expected a number between 0 and 1, found {test_share}")
-        _check_place(out)
+        check_place(out)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
         if not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -115,7 +110,7 @@ def _named(texts: list[str]) -> dict[str, Path]:
     return files
 
 
-def _check_place(out: Path) -> None:
+def check_place(out: Path) -> None:
     """Before the work, not after it."""
     if out.suffix != ".safetensors":
         raise InputError(f"{out}: expected a file .safetensors")

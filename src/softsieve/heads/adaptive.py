@@ -354,7 +354,7 @@ class AdaptiveSoftmax:
         return found
 
     def coverage(self, queries: Tensor, k: int = 1) -> Coverage:
-        """How often answers to other queries are right, and what they read: what a calibration promises, looked at.
+        """How often answers to other queries, one at a time, are right, and what they read: a promise, looked at.
 
         Args:
             queries: (N, d), other ones than those of `build` and `calibrate`.
@@ -364,8 +364,9 @@ class AdaptiveSoftmax:
             >>> head.coverage(torch.randn(50, 3)).right
             1.0
         """
+        _checks.whole_number("k", k, 0, len(self.weight))
         sample = self._queries("queries", queries)
-        answer = self._solve(sample, k, None)
+        answer = self._solve(sample, k, None, batch=1)
         fine = calibration.right(answer, self._problem(sample, k))
         whole = self.weight.numel() * self.weight.element_size()
         return Coverage(
@@ -436,8 +437,11 @@ class AdaptiveSoftmax:
         """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
         return min((other for other in self.calibrations if other == k or other >= k > 0), default=None)
 
-    def _solve(self, queries: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
-        method, problem = self._method(k, len(queries)), self._problem(queries, k)
+    def _solve(
+        self, queries: Tensor, k: int, generator: torch.Generator | None, *, batch: int | None = None
+    ) -> coordinates.Answer:
+        """Answer all queries as if they came so many at a time, all at once unless given."""
+        method, problem = self._method(k, len(queries) if batch is None else batch), self._problem(queries, k)
         if method == "exact":
             answer = coordinates.solve(problem, coordinates.NoRounds(), generator)
         elif method == "coordinates":

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
-FEW = 64  # rows up to which starting threads takes longer than the work
+ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
 LOG2E = 1.4426950408889634
 
 jit = numba.njit(nogil=True, cache=True)
@@ -86,7 +86,7 @@ def _exact_row(row: Any, x: Any) -> Any:
 @jit_parallel
 def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
     """``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
-    if rows.size <= FEW:
+    if rows.size * x.size <= ALONE:
         for r in range(rows.size):
             out[r] = _exact_row(weight[rows[r]], x)
     else:
@@ -100,7 +100,7 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
 @jit_parallel
 def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
     """``out[low:high] = projection[low:high] @ x``."""
-    if high - low <= FEW:
+    if (high - low) * x.size <= ALONE:
         for j in range(low, high):
             out[j] = _exact_row(projection[j], x)
     else:
@@ -116,25 +116,20 @@ def _largest(values: Any) -> Any:
     return found
 
 
-@jit_parallel
-def preview(codes: Any, y: Any, offset: Any, rows: int, out: Any, largest: Any) -> None:
-    """``out = codes.T @ y + offset`` by blocks of rows, and the largest of each block."""
-    blocks, length = codes.shape[0], y.size
-    even = length - length % 4
-    for b in prange(blocks):
-        block, values = codes[b], out[b * BLOCK : (b + 1) * BLOCK]
-        for i in range(BLOCK):
-            values[i] = offset
-        for j in range(0, even, 4):
-            c0, c1, c2, c3 = block[j], block[j + 1], block[j + 2], block[j + 3]
-            y0, y1, y2, y3 = y[j], y[j + 1], y[j + 2], y[j + 3]
-            for i in range(BLOCK):
-                values[i] += y0 * c0[i] + y1 * c1[i] + y2 * c2[i] + y3 * c3[i]
-        for j in range(even, length):
-            c0, y0 = block[j], y[j]
-            for i in range(BLOCK):
-                values[i] += y0 * c0[i]
-        largest[b] = _largest(out[b * BLOCK : min((b + 1) * BLOCK, rows)])
+@jit_fast
+def preview_block(codes: Any, y: Any, offset: Any, values: Any) -> None:
+    """``values = codes.T @ y + offset`` for a block of rows, four columns at a time."""
+    even = y.size - y.size % 4
+    values[:] = offset
+    for j in range(0, even, 4):
+        c0, c1, c2, c3 = codes[j], codes[j + 1], codes[j + 2], codes[j + 3]
+        y0, y1, y2, y3 = y[j], y[j + 1], y[j + 2], y[j + 3]
+        for i in range(values.size):
+            values[i] += y0 * c0[i] + y1 * c1[i] + y2 * c2[i] + y3 * c3[i]
+    for j in range(even, y.size):
+        c0, y0 = codes[j], y[j]
+        for i in range(values.size):
+            values[i] += y0 * c0[i]
 
 
 @jit_fast
@@ -149,7 +144,7 @@ def _code_row(row: Any, y: Any) -> Any:
 def refine(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, near: Any) -> None:
     """``out[r] += codes[rows[r], low:high] @ y[low:high]``, and the spreads of these rows in this tier."""
     part, start, stop = y[low:high], SPREADS + low, SPREADS + high
-    if rows.size <= FEW:
+    if rows.size * (high - low) <= ALONE:
         for r in range(rows.size):
             record = records[rows[r]]
             out[r] += _code_row(record[start:stop], part)
@@ -259,7 +254,7 @@ def _kth(values: Any, k: int) -> float:
     """The k-th largest."""
     if k == 1:
         return _largest(values)
-    if k > FEW:
+    if k > 64:
         return np.partition(values, values.size - k)[values.size - k]
     best = np.sort(values[:k])  # rising
     for i in range(k, values.size):
@@ -310,24 +305,57 @@ def _reach(values: Any, near: Any, margin: float) -> Any:
     return found
 
 
-@jit_parallel
-def _weigh(
-    estimates: Any,
+@jit_fast
+def _look_block(
+    b: int,
+    columns: Any,
     spread: Any,
+    y: Any,
+    offset: Any,
     unit: float,
     width: float,
     correction: float,
-    shift: float,
+    estimates: Any,
+    largest: Any,
+    reach: Any,
     masses: Any,
     doubts: Any,
-    reaches: Any,
 ) -> None:
-    """Masses, their doubtful part and the reach of every block."""
-    for b in prange(masses.size):
-        stop = min((b + 1) * BLOCK, spread.size)
-        values, near = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
-        masses[b], doubts[b] = _sum_masses(values, near, unit, correction, shift)
-        reaches[b] = _reach(values, near, width * unit)
+    stop = min((b + 1) * BLOCK, spread.size)
+    values, near = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
+    preview_block(columns[b], y, offset, values)
+    largest[b] = _largest(values)
+    reach[b] = _reach(values, near, width * unit)
+    masses[b], doubts[b] = _sum_masses(values, near, unit, correction, largest[b])
+
+
+@jit_parallel
+def _look(
+    columns: Any,
+    spread: Any,
+    y: Any,
+    offset: Any,
+    unit: float,
+    width: float,
+    correction: float,
+    estimates: Any,
+    largest: Any,
+    reach: Any,
+    masses: Any,
+    doubts: Any,
+) -> None:
+    """Estimates of all rows and, of every block, the largest, its reach, masses over e^largest and their doubt."""
+    blocks = masses.size
+    if blocks * BLOCK * y.size <= ALONE:
+        for b in range(blocks):
+            _look_block(
+                b, columns, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
+            )
+    else:
+        for b in prange(blocks):
+            _look_block(
+                b, columns, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
+            )
 
 
 @jit
@@ -341,20 +369,35 @@ def _keep(values: Any, rows: Any, near: Any, margin: float, level: float) -> int
     return kept
 
 
+@jit
+def _select_block(
+    b: int, estimates: Any, spread: Any, margin: float, level: float, rows: Any, values: Any, near: Any
+) -> int:
+    start, stop = b * BLOCK, min((b + 1) * BLOCK, spread.size)
+    for i in range(start, stop):
+        rows[i], values[i], near[i] = i, estimates[i], spread[i]
+    return _keep(values[start:stop], rows[start:stop], near[start:stop], margin, level)
+
+
 @jit_parallel
 def _select(
     estimates: Any, spread: Any, margin: float, level: float, reach: Any, counts: Any, rows: Any, values: Any, near: Any
 ) -> int:
     """Rows whose estimate with its margin reaches the level, to the front of ``rows``."""
-    n = spread.size
-    for b in prange(counts.size):
-        start, stop = b * BLOCK, min((b + 1) * BLOCK, n)
-        count = 0
-        if reach[b] >= np.float32(level):
-            for i in range(start, stop):
-                rows[i], values[i], near[i] = i, estimates[i], spread[i]
-            count = _keep(values[start:stop], rows[start:stop], near[start:stop], margin, level)
-        counts[b] = count
+    bound = np.float32(level)
+    wanted = 0
+    for b in range(counts.size):
+        wanted += reach[b] >= bound
+    if wanted * BLOCK <= ALONE:
+        for b in range(counts.size):
+            counts[b] = (
+                _select_block(b, estimates, spread, margin, level, rows, values, near) if reach[b] >= bound else 0
+            )
+    else:
+        for b in prange(counts.size):
+            counts[b] = (
+                _select_block(b, estimates, spread, margin, level, rows, values, near) if reach[b] >= bound else 0
+            )
     total = 0
     for b in range(counts.size):
         start, stop = b * BLOCK, b * BLOCK + counts[b]
@@ -403,36 +446,47 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     item, probes = index.weight.itemsize, index.probes
     y, k = scratch.y, plan.k
 
-    # The preview: estimates of all rows, and how wrong they are.
-    length = index.previews[plan.first]
+    # How wrong a preview is for this query, by rows that are known.
+    length, spread, step = index.previews[plan.first], index.spreads[plan.first], index.steps[plan.first]
     project(index.projection, extended, 0, length, y)
-    offset = _exact_row(index.centre, extended)
-    preview(index.columns, y[:length], np.float32(offset), n, scratch.estimates, scratch.largest)
+    offset = np.float32(_exact_row(index.centre, extended))
     exact_rows(index.weight, x, probes, index.bias, scratch.probed)
-    spread = index.spreads[plan.first]
+    scratch.previewed[:] = offset
+    refine(index.records, 0, y, probes, 0, length, scratch.previewed, scratch.around)
     for r in range(probes.size):
-        scratch.previewed[r], scratch.around[r] = scratch.estimates[probes[r]], spread[probes[r]]
-    read = n * (length + 1) + (length + 1) * extended.size * 2 + probes.size * d * item
-    entries = n * length + probes.size * d
+        scratch.around[r] = spread[probes[r]]
+    read = (length + 1) * extended.size * 2 + probes.size * (d * item + length + 1)
+    entries = probes.size * (d + length)
     if _changed(index.weight, probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0)
-    measured = _scale(scratch.probed, scratch.previewed, scratch.around, index.steps[plan.first])
+    measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
     if not (plan.low <= measured <= plan.high and math.isfinite(measured)):
         return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0)
-    unit = measured * index.steps[plan.first]
-    shift = _largest(scratch.largest)
-    _weigh(
-        scratch.estimates,
+
+    # The preview: estimates and masses of all rows.
+    unit = measured * step
+    _look(
+        index.columns,
         spread,
+        y[:length],
+        offset,
         unit,
         plan.width,
         plan.correction,
-        shift,
+        scratch.estimates,
+        scratch.largest,
+        scratch.reach,
         scratch.masses,
         scratch.doubts,
-        scratch.reach,
     )
-    all_mass, all_doubt = scratch.masses.sum(), scratch.doubts.sum()
+    read += n * (length + 1)
+    entries += n * length
+    shift = _largest(scratch.largest)
+    all_mass, all_doubt = 0.0, 0.0
+    for b in range(scratch.masses.size):
+        share = math.exp(scratch.largest[b] - shift)
+        all_mass += scratch.masses[b] * share
+        all_doubt += scratch.doubts[b] * share
     rounding = 1e-6 * abs(shift)
     best = _kth_estimate(scratch.estimates, scratch.largest, n, k, scratch.values) if k else np.inf
 
@@ -476,8 +530,9 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             read += cost + probes.size * (longer - there + 1)
             entries += (count + probes.size) * (longer - there)
             known = there = longer
-            step = index.tier_steps[tier]
-            tier_unit = step * _scale(scratch.probed, scratch.previewed, scratch.around, step)
+            tier_unit = index.tier_steps[tier] * _scale(
+                scratch.probed, scratch.previewed, scratch.around, index.tier_steps[tier]
+            )
             mass, doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)
             if dense.size:
                 _correct(values, rows, near, tier_unit, plan.correction, dense)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +42,9 @@ def horvitz_thompson(row: Tensor, x: Tensor, index: list[int], pi: Tensor) -> tu
     estimate = sum(float(row[j]) * float(x[j]) / float(pi[j]) for j in index)
     variance = sum((float(row[j]) * float(x[j])) ** 2 * (1 - float(pi[j])) / float(pi[j]) ** 2 for j in index)
     return estimate, variance
+
+
+def dithered(row: Tensor, scale: float, dither: Tensor) -> Tensor:
+    """What is known of a row from ``floor(row / scale + dither)``, up to half a scale; the dither is in [-1/2, 1/2)."""
+    codes = [math.floor(float(a) / scale + float(v)) for a, v in zip(row, dither, strict=True)]
+    return scale * (torch.tensor(codes, dtype=torch.float64) - dither.double() + 0.5)

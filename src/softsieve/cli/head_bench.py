@@ -1,0 +1,167 @@
+"""`softsieve head bench` and `softsieve bench head-scaling`: bytes and time of a head against how often it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softsieve.cli.experiment import watched
+
+if TYPE_CHECKING:  # what takes long to import is imported when the command runs
+    from matplotlib.figure import Figure
+
+Methods = Annotated[
+    list[str] | None, typer.Option(help='"cascade", "faiss HNSW" and so on; several; else all that are installed')
+]
+Ks = Annotated[list[int], typer.Option(min=1, help="how many of the largest; several")]
+Eps = Annotated[float, typer.Option(help="relative error of a probability")]
+Deltas = Annotated[list[float], typer.Option(help="chance of a wrong answer; several: the first for all methods")]
+Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
+Out = Annotated[Path, typer.Option(help="results: this name with .csv, .json, .png and .svg; may be a folder")]
+Threads = Annotated[int | None, typer.Option(min=1, help="that compute; else as many as torch takes")]
+
+
+def head_bench(
+    head: Annotated[Path, typer.Argument(help="safetensors file with the weight: `softsieve head extract` makes one")],
+    queries: Annotated[Path | None, typer.Option(help="file with the hidden states; else that of the head")] = None,
+    corpus: Annotated[list[str] | None, typer.Option(help="a text whose states are in the file; several; all")] = None,
+    method: Methods = None,
+    k: Ks = [1, 8],  # noqa: B006
+    eps: Eps = 0.3,
+    delta: Deltas = [0.01, 0.1, 0.03],  # noqa: B006
+    calibration: Annotated[int, typer.Option(min=1, help="states of each text to calibrate with, at most")] = 2000,
+    test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 500,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Out = Path("head-bench"),
+) -> None:
+    """Bytes read and time against success for AdaptiveSoftmax and its rivals, one query at a time."""
+    out = _stem(out, "head-bench")
+    with watched(out) as report:
+        from softsieve.bench import operating_points as suite
+        from softsieve.integrations.head_file import read_head
+
+        _check(eps, delta)
+        layer, notes = read_head(head, queries)
+        chosen: dict[str, Any] = {
+            "methods": method or suite.available(),
+            "ks": k,
+            "eps": eps,
+            "deltas": delta,
+            "calibration": calibration,
+            "test_queries": test_queries,
+            "seed": seed,
+        }
+        _set_threads(threads)
+        name = notes.get("model") or head.name
+        results = suite.measure(layer, name=name, corpora=corpus or [], **chosen, report=report)
+        rows = [result._asdict() for result in results]
+        n, d = layer.weight.shape
+        about = {"head": head.name, "model": notes.get("model"), "n": n, "d": d, **chosen, "note": suite.NOTE}
+        _write(out, "head-bench", about, rows, suite.draw(results))
+    _say(out, rows, "corpus", chosen["methods"])
+
+
+def head_scaling(
+    n: Annotated[list[int], typer.Option(min=2, help="rows; several")] = [32768],  # noqa: B006
+    d: Annotated[list[int], typer.Option(min=4, help="dimensions; several")] = [512, 1024, 2048, 4096, 8192],  # noqa: B006
+    rank: Annotated[int, typer.Option(min=1, help="effective rank of the queries")] = 64,
+    method: Annotated[list[str], typer.Option(help="several; the exact products are always there")] = ["cascade"],  # noqa: B006
+    k: Ks = [1],  # noqa: B006
+    eps: Eps = 0.3,
+    delta: Deltas = [0.01],  # noqa: B006
+    calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 2000,
+    test_queries: Annotated[int, typer.Option(min=1, help="queries to test with")] = 500,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Out = Path("head-scaling"),
+) -> None:
+    """The same on made-up heads of any shape, to see how time and success go with d or n."""
+    out = _stem(out, "head-scaling")
+    with watched(out) as report:
+        from softsieve.bench import operating_points as suite
+
+        _check(eps, delta)
+        chosen: dict[str, Any] = {
+            "rank": rank,
+            "methods": method,
+            "ks": k,
+            "eps": eps,
+            "deltas": delta,
+            "calibration": calibration,
+            "test_queries": test_queries,
+            "seed": seed,
+        }
+        _set_threads(threads)
+        rows = suite.scaling(n, d, **chosen, report=report)
+        _write(out, "head-scaling", {"n": n, "d": d, **chosen, "note": suite.NOTE}, rows, suite.draw_scaling(rows))
+    _say(out, rows, "head", method)
+
+
+def _check(eps: float, deltas: Sequence[float]) -> None:
+    """What the heads would refuse, before others have been built for minutes."""
+    from softsieve import _checks
+
+    for name, value in [("eps", eps), *(("delta", delta) for delta in deltas)]:
+        _checks.open_unit(name, value)
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _stem(out: Path, name: str) -> Path:
+    """Of the files: in a folder they get a name."""
+    if out.is_dir():
+        return out / name
+    return out.with_suffix("") if out.suffix == ".json" else out
+
+
+def _write(out: Path, suite: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], figure: Figure) -> None:
+    from softsieve.bench.record import write_record
+    from softsieve.experiments.output import beside, write_results
+
+    write_results(out, suite, about, rows, figure)
+    write_record(beside(out, ".json"), suite, about, rows)
+
+
+def _say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Sequence[str]) -> None:
+    """The rows as a table, what is to know about them, and where they are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from softsieve.bench import operating_points as suite
+    from softsieve.experiments.output import SUFFIXES, beside
+
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    table = Table()
+    for name in (first, "k", "method", "setting", "success", "top k right", "bytes", "ms (p20-p80)", "time", "exact"):
+        table.add_column(name, justify="left" if name in (first, "method", "setting") else "right")
+    for number, row in enumerate(rows):
+        following = rows[number + 1] if number + 1 < len(rows) else row
+        table.add_row(
+            row[first],
+            str(row["k"]),
+            row["method"],
+            row["setting"],
+            f"{row['success']:.1%}",
+            f"{row['topk_right']:.1%}",
+            f"{row['bytes_ratio']:.2f}x",
+            f"{row['ms']:.2f} ({row['ms_p20']:.2f}-{row['ms_p80']:.2f})",
+            f"{row['time_ratio']:.2f}x",
+            f"{row['exact_share']:.0%}",
+            end_section=(row[first], row["k"]) != (following[first], following["k"]),
+        )
+    console.print(table)
+    console.print("bytes: weight in bfloat16 / bytes read; time: faster exact product / time; exact: read everything")
+    if any(method.startswith("faiss") for method in methods):
+        console.print(suite.NOTE)
+    elif missing := sorted(set(suite.METHODS) - set(suite.available())):
+        console.print(f"not installed: {', '.join(missing)} (pip install 'softsieve[rivals]')")
+    console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, '.json'))}")

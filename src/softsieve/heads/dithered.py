@@ -1,0 +1,302 @@
+"""The cascade without sample queries: dithered codes, whose errors have the same distribution for every weight.
+
+A row, less the mean row and randomly rotated, is coded with 4 bits a coordinate and *one dither for all rows*, a number
+``v ~ U[-1/2, 1/2)`` for each coordinate::
+
+    scale = max_j |a_j| / 7.5
+    code = floor(a / scale + v)                      # -8 to 7
+    estimate = scale * (code - v + 1/2)
+
+Then ``(estimate - a) / scale`` is uniform on (-1/2, 1/2] and independent over coordinates, *whatever a is*: v alone is
+random. The next 4 bits are the same code of what is left, ``a - estimate``, with a dither of their own: it is within
+half a scale, so ``scale / 15`` takes the place of the scale.
+
+So an estimated logit is wrong by ``scale * sum_j y_j U_j``, where y is the rotated query. A uniform U is the sum of
+random signs times 1/4, 1/8, ..., so this is a weighted sum of random signs, of variance ``(scale |y|)^2 / 12``. Of such
+a sum S of variance 1, ``P(S >= t) <= 3.18 P(Z >= t)`` with a normal Z (Bentkus and Dzindzalieta, A tight Gaussian bound
+for weighted sums of Rademacher random variables, Bernoulli 21, 2015). With the union over both ends of both intervals
+of n rows, all intervals hold at once with probability 1 - delta: over the dithers, for every weight, and for every
+query that was chosen without looking at them. Everything after that is arithmetic, as in `coordinates`. The rotation is
+not needed for any of this; it makes the largest coordinate of a row, hence its scale, small.
+
+Needs numba, so import this module where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softsieve.heads.cascade import _one_at_a_time, raw_bits
+from softsieve.heads.coordinates import Answer, Problem
+from softsieve.heads.reader import Reader
+from softsieve.kernels import dithered_numba as kernels
+from softsieve.kernels.cascade_numba import BLOCK, exact_rows
+
+REACH = 7.5  # scales from 0 that 16 codes cover, whatever the dither
+FINER = 15  # by so much the second code is finer than the first
+SIGNS = 1 / (4 * NormalDist().cdf(-math.sqrt(2)))  # 3.18
+REST = 1.5  # of eps: what rows not read further may leave open, relative to the normaliser; less than 2
+
+Array = Any  # np.ndarray, of any shape and dtype
+
+
+class Index(NamedTuple):
+    """What is kept for queries besides the weight (n, d). ``c = ceil(d / 2)``."""
+
+    centre: Tensor  # (d,), the mean row
+    signs: Tensor  # (2, p) int8: of the rotation, p the greatest power of two in d
+    dither: Tensor  # (2, d) float64: of the first and of the second code
+    scale: Tensor  # (n,)
+    coarse: Tensor  # (blocks, c, BLOCK) uint8: the first codes, two a byte, a column of a block at a time
+    fine: Tensor  # (n, c) uint8: the second codes, a row at a time
+
+
+def empty(n: int, d: int, dtype: torch.dtype) -> Index:
+    """An index of this shape, nothing of it filled in but zeros for the rows that the last block lacks."""
+    size = (d + 1) // 2
+    return Index(
+        torch.empty(d, dtype=dtype),
+        torch.empty(2, 1 << (d.bit_length() - 1), dtype=torch.int8),
+        torch.empty(2, d, dtype=torch.float64),
+        torch.empty(n, dtype=dtype),
+        torch.zeros(-(-n // BLOCK), size, BLOCK, dtype=torch.uint8),
+        torch.empty(n, size, dtype=torch.uint8),
+    )
+
+
+def build(weight: Tensor, seed: int) -> Index:
+    """Code the rows, a block at a time, in float64."""
+    reader, generator = Reader(weight), torch.Generator().manual_seed(seed)
+    index = empty(reader.rows, reader.size, reader.dtype)
+    index.centre.copy_(reader.centre)
+    index.signs.copy_(torch.randint(2, index.signs.shape, generator=generator) * 2 - 1)
+    factors = _factors(index)
+    index.dither.copy_(torch.rand(index.dither.shape, generator=generator, dtype=torch.float64) - 0.5)
+    for number, rows in enumerate(torch.split(weight, BLOCK)):
+        turned = (rows.double() - index.centre).contiguous()
+        # Two overlapping Hadamard transforms, because `hadamard.rotate` fills rows up to a power of two, nearly twice
+        # the bytes for 576 coordinates, and a dense orthogonal matrix would have to be read for every query.
+        kernels.turn(turned.numpy(), factors)
+        scale = _upwards(turned.abs().amax(-1) / REACH, index.scale.dtype)
+        units = turned / torch.where(scale > 0, scale, 1.0)[:, None]
+        first = (units + index.dither[0]).floor_().clamp_(-8, 7)
+        left = (units - (first - index.dither[0] + 0.5)) * FINER
+        second = (left + index.dither[1]).floor_().clamp_(-8, 7)
+        at = slice(number * BLOCK, number * BLOCK + len(rows))
+        index.scale[at], index.fine[at] = scale, _packed(second)
+        index.coarse[number, :, : len(rows)] = _packed(first).T
+    return index
+
+
+def _factors(index: Index) -> Array:
+    return (index.signs.double() / math.sqrt(index.signs.shape[1])).numpy()
+
+
+def _upwards(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a dtype, never down."""
+    found = values.to(dtype)
+    return torch.where(found.double() < values, torch.nextafter(found, torch.tensor(torch.inf, dtype=dtype)), found)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes from -8 to 7, two a byte."""
+    size = (codes.shape[1] + 1) // 2
+    digits = torch.zeros(len(codes), 2, size, dtype=torch.uint8)
+    digits.view(len(codes), -1)[:, : codes.shape[1]] = (codes + 8).to(torch.uint8)
+    return digits[:, 0] | digits[:, 1] << 4
+
+
+def half_widths(n: int, d: int, delta: float) -> tuple[float, float]:
+    """Half an interval after the first and after the second code, in scales, for a query of norm 1.
+
+    The rest is for rounding: ``2^-24`` times the roundings that a term goes through, times the sum of absolute terms.
+    Sums in float32 add up groups first, so a term meets those of its group and one for each group, in any order. Digits
+    up to 15 and the offset make terms of at most ``23 sum_j |y_j| <= 23 sqrt(d)``. What query and estimate meet
+    besides is relative to the estimate, at most ``7.5 sqrt(d)``.
+    """
+    deviations = -NormalDist().inv_cdf(delta / (4 * n * SIGNS))
+    uniform = deviations / math.sqrt(12)
+    coarse, fine = (
+        math.sqrt(d) * 2**-24 * (24 * (2 * group + d / (2 * group) + 4) + 8 * REACH)
+        for group in (kernels.GROUP, kernels.STRETCH)
+    )
+    return uniform + coarse, uniform / FINER + coarse + fine / FINER
+
+
+class Dithered:
+    """The top k softmax values of a linear head from dithered codes of its weight.
+
+    Args:
+        weight: on the CPU. Kept as it is, without a copy; the index takes a byte for each entry. (n, d)
+        seed: of rotation and dithers.
+    """
+
+    def __init__(self, weight: Tensor, *, seed: int = 0) -> None:
+        self._use(weight.detach(), build(weight.detach(), seed))
+
+    def _use(self, weight: Tensor, index: Index) -> None:
+        self.weight, self.index = weight, index
+        self._weight, self._factors = raw_bits(weight), _factors(index)
+        self._centre, _, self._dither, self._scale, self._coarse, self._fine = (value.numpy() for value in index)
+
+    def state(self) -> dict[str, Tensor]:
+        """The index as tensors with names."""
+        return self.index._asdict()
+
+    @classmethod
+    def from_state(cls, weight: Tensor, tensors: dict[str, Tensor]) -> Dithered:
+        """What `state` was, for the weight that it was made from.
+
+        Raises:
+            ValueError: for tensors that cannot be those of this weight, naming them.
+        """
+        reader = Reader(weight.detach())
+        with torch.device("meta"):
+            expected = empty(reader.rows, reader.size, reader.dtype)._asdict()
+        if tensors.keys() != expected.keys():
+            raise ValueError(f"index: expected {', '.join(expected)}, found {', '.join(tensors) or 'nothing'}")
+        for name, like in expected.items():
+            found = tensors[name]
+            if found.shape != like.shape or found.dtype != like.dtype:
+                raise ValueError(
+                    f"{name}: expected shape {tuple(like.shape)} of {like.dtype}, "
+                    f"found {tuple(found.shape)} of {found.dtype}"
+                )
+        made = cls.__new__(cls)
+        made._use(weight.detach(), Index(**{name: tensors[name].contiguous() for name in expected}))
+        return made
+
+    def solve(self, problem: Problem, delta: float) -> Answer:
+        """Answer every query by itself, rightly with probability ``1 - delta``. The chosen rows are read in full."""
+        dtype = self.index.scale.dtype
+        bias = (torch.zeros(0) if problem.bias is None else problem.bias).to(dtype).numpy()
+        halves = half_widths(len(self.weight), self.weight.shape[1], delta)
+        with _one_at_a_time(), np.errstate(all="ignore"):
+            found = [
+                _answer(Known(self, x, bias, halves), problem.k, problem.eps) for x in problem.x.contiguous().numpy()
+            ]
+        kinds = (torch.int64, dtype, dtype, dtype, dtype, torch.int64, torch.int64, torch.bool)
+        fields = zip(zip(*found, strict=True), kinds, strict=True)
+        return Answer(*(torch.from_numpy(np.stack(values)).to(kind) for values, kind in fields))
+
+
+# -- one query ---------------------------------------------------------------------------------------------------------
+
+CODED, REFINED, EXACT = 0, 1, 2  # how well a row is known
+
+
+class Known:
+    """What is known of the logits of a query: an interval for each row, and what was read for it."""
+
+    def __init__(self, head: Dithered, x: Array, bias: Array, halves: tuple[float, float]) -> None:
+        self.head, self.x, self.bias, self.halves = head, x, bias, halves
+        n, d = head.weight.shape
+        turned = x.astype(np.float64)[None]
+        kernels.turn(turned, head._factors)
+        largest = np.abs(turned).max()
+        unit = turned[0] / (largest or 1.0)
+        norm = np.linalg.norm(unit)
+        self.y = np.zeros((2, head._fine.shape[1]), np.float32)  # of norm 1: no sum of its terms leaves float32
+        self.y.reshape(-1)[:d] = unit / (norm or 1.0)
+        # A digit stands for itself, less 8, less the dither, plus 1/2.
+        self.offsets = (-7.5 - head._dither) @ self.y.reshape(-1)[:d].astype(np.float64)
+        self.spread = head._scale * head._scale.dtype.type(largest * norm)
+        common = head._scale.dtype.type(head._centre.astype(np.float64) @ x.astype(np.float64))
+        self.base = common + bias if bias.size else np.broadcast_to(common, n)
+        self.low, self.high = np.empty((2, n), head._scale.dtype)
+        self.tier = np.zeros(n, np.uint8)
+        estimates = np.empty(len(head._coarse) * BLOCK, np.float32)
+        kernels.preview(head._coarse, self.y, np.float32(self.offsets[0]), estimates)
+        self.estimates = estimates[:n]
+        self._set(slice(None), self.estimates, halves[0])
+        index = head.index
+        self.coordinates = n * d
+        self.bytes_read = head._fine.nbytes + sum(v.nbytes for v in (*index[:4], bias))  # coarse codes, as many as fine
+
+    def _set(self, rows: Any, estimates: Array, half: float) -> None:
+        spread = self.spread[rows]
+        middle = spread * estimates + self.base[rows]
+        spread = spread * half
+        self.low[rows], self.high[rows] = middle - spread, middle + spread
+
+    def read_further(self, rows: Array) -> None:
+        """The second codes of rows of which the first are known; the others in full."""
+        tier = self.tier[rows]
+        self._refine(rows[tier == CODED])
+        self.read(rows[tier == REFINED])
+
+    def _refine(self, rows: Array) -> None:
+        more = np.empty(rows.size, np.float32)
+        kernels.refine(self.head._fine, self.y, np.float32(self.offsets[1]), rows, more)
+        self._set(rows, self.estimates[rows] + more / np.float32(FINER), self.halves[1])
+        self.tier[rows] = REFINED
+        self.coordinates += rows.size * self.x.size
+        self.bytes_read += rows.size * (self.y.shape[1] + self.spread.itemsize)
+
+    def read(self, rows: Array) -> None:
+        """Rows in full."""
+        logits = np.empty(rows.size, self.low.dtype)
+        exact_rows(self.head._weight, self.x, rows, self.bias, logits)
+        self.low[rows] = self.high[rows] = logits
+        self.tier[rows] = EXACT
+        self.coordinates += rows.size * self.x.size
+        self.bytes_read += rows.size * self.x.size * self.head._weight.itemsize
+
+
+def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:
+    """Read until all is settled; fields of `Answer`.
+
+    A row whose upper end is below the k-th largest lower end is not among the top k. When the chosen rows are known,
+    their probabilities, and the normaliser, are known to eps if and only if the greatest and the least sum of
+    exponentials differ by no more than eps times both together. Until then, rows are read further where they leave
+    most open: all but those which together leave no more open than a part of eps. As that part is of the geometric mean
+    of both sums, which is at most the arithmetic one, there always are some.
+    """
+    low, high, tier = known.low, known.high, known.tier
+    doubt = np.empty(low.size, np.float32)
+    while True:
+        shift = high.max()
+        if not (np.isfinite(shift) and np.isfinite(low.min())):  # beyond what can be computed with
+            unread = np.flatnonzero(tier < EXACT)
+            if unread.size:
+                known.read(unread)
+                continue
+            rows, least, most = np.arange(k), np.nan, np.nan
+            break
+        best = _kth(low, k) if k else np.inf
+        wanted = high >= best
+        wanted &= (low < high) & (np.count_nonzero(wanted) > k)
+        least, most = kernels.weigh(low, high, shift, doubt)
+        if most - least > eps * (most + least):
+            open_ = doubt > kernels.level(doubt, REST * eps * math.sqrt(least * most))
+            wanted |= open_ if open_.any() else low < high
+        if wanted.any():
+            known.read_further(np.flatnonzero(wanted))
+            continue
+        rows = np.flatnonzero(low >= best)
+        rows = rows[np.argsort(-low[rows], kind="stable")][:k]  # of those tied, any
+        unread = rows[tier[rows] < EXACT]
+        if not unread.size:
+            break
+        known.read(unread)
+    # The number within eps of all between: for probabilities, which it divides, and for the sum itself.
+    middle = (least + most) / 2 if k else 2 * least * most / (least + most)
+    log_z = float(shift) + math.log(middle)
+    ends = float(shift) + np.log([least, most])
+    probs = np.exp(low[rows].astype(np.float64) - log_z)
+    return rows, probs, low[rows], log_z, ends, known.coordinates, known.bytes_read, (tier == EXACT).all()
+
+
+def _kth(values: Array, k: int) -> Any:
+    """The k-th largest."""
+    # Of k blocks, each with a number that large, at least k numbers are.
+    whole = values[: values.size // BLOCK * BLOCK].reshape(-1, BLOCK).max(-1)
+    if whole.size >= k:
+        values = values[values >= np.partition(whole, -k)[-k]]
+    return np.partition(values, -k)[-k]

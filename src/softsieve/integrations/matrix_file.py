@@ -1,0 +1,97 @@
+"""Weights and queries from .npy and .safetensors files. Nothing in a file is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from softsieve.errors import InputError, first_line, listed
+
+ROWS = 1 << 16  # queries that are read at a time
+
+
+def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """A matrix (n, d) and, from a .safetensors file, its bias.
+
+    Raises:
+        InputError: when the file cannot be read or has no such tensor.
+    """
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.array(_array(path))), None
+    with _opened(path) as file:
+        names = list(file.keys())
+        for name in (tensor, *([bias] if bias else [])):
+            if name not in names:
+                raise InputError(f"{path}: expected a tensor {name!r}, found {listed(names)}")
+        name = bias or "bias"
+        return file.get_tensor(tensor), file.get_tensor(name) if name in names else None
+
+
+def read_queries(
+    path: Path, corpora: Sequence[str] | None, part: str, *, step: int, missing: bool = False
+) -> Iterator[Tensor]:
+    """Queries (N, d), some at a time.
+
+    Args:
+        corpora: which NAME of the tensors NAME.part; all if not given. Without such tensors the only matrix of the file.
+        part: "calibration" or "test".
+        step: 1: all rows, 2: the first of two, -2: the second of two.
+        missing: whether there may be none.
+
+    Raises:
+        InputError: when the file cannot be read, or has none where there must be some.
+    """
+    start = 1 if step < 0 else 0
+    if path.suffix == ".npy":
+        if part == "test" and missing:
+            return
+        rows = _array(path)
+        if rows.ndim != 2:
+            raise InputError(f"{path}: expected a matrix (N, d), found shape {rows.shape}")
+        for first in range(0, len(rows), ROWS):
+            yield torch.from_numpy(np.array(rows[first : first + ROWS][start :: abs(step)]))
+        return
+    with _opened(path) as file:
+        names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
+        if corpora:
+            wanted = [f"{corpus}.{part}" for corpus in corpora]
+            for name in wanted:
+                if name not in names:
+                    raise InputError(f"{path}: expected {name}, found {listed(file.keys())}")
+            names = wanted
+        elif not names and not missing:
+            names = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 2]  # noqa: SIM118
+            if len(names) != 1:
+                raise InputError(
+                    f"{path}: expected tensors NAME.{part} or a single matrix, found {listed(file.keys())}"
+                )
+        for name in names:
+            yield file.get_tensor(name)[start :: abs(step)]
+
+
+def _opened(path: Path) -> safe_open:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if path.suffix != ".safetensors":
+        raise InputError(f"{path}: expected a file .safetensors or .npy")
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
+
+
+def _array(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read as .npy ({first_line(error)})") from None
+    if not isinstance(found, np.ndarray):
+        raise InputError(f"{path}: expected one array, found several")
+    return found
