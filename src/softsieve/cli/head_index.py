@@ -29,7 +29,9 @@ def build(
     queries: Annotated[Path, typer.Option(help=QUERIES)],
     out: Annotated[Path, typer.Option(help="the index to write, .safetensors; the weight is in it, too")],
     tensor: Annotated[str, typer.Option(help="of a .safetensors file: the name of the weight")] = "weight",
-    bias: Annotated[str | None, typer.Option(help="of a .safetensors file: the name of the bias; 'bias' if there")] = None,
+    bias: Annotated[
+        str | None, typer.Option(help="of a .safetensors file: the name of the bias; 'bias' if there")
+    ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help=CORPUS)] = None,
     every: Annotated[bool, typer.Option("--all", help=ALL)] = False,
     eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
@@ -75,7 +77,7 @@ def calibrate(
         check_place(place := out or index)
         import torch
 
-        from softsieve.heads import AdaptiveSoftmax
+        from softsieve.heads import AdaptiveSoftmax, CascadeCalibration
         from softsieve.integrations import matrix_file
 
         loaded = AdaptiveSoftmax.load(index)
@@ -84,9 +86,13 @@ def calibrate(
         with _progress() as (console, progress):
             fitted = loaded.calibrate(sample, k, generator=torch.Generator().manual_seed(seed), progress=progress)
         loaded.save(place)
-        assert isinstance(fitted, list)  # noqa: S101
-        for one in fitted:
-            known = f"reads {one.read:.2%} of the weight" if one.width < math.inf else "no margin suffices, reads everything"
+        for one in fitted if isinstance(fitted, list) else [fitted]:
+            assert isinstance(one, CascadeCalibration)  # noqa: S101
+            known = (
+                f"reads {one.read:.2%} of the weight"
+                if one.width < math.inf
+                else "no margin suffices, reads everything"
+            )
             console.print(f"k = {one.k}: {one.queries} queries, {known}; faster up to {one.batch} at a time")
             if test:
                 seen = loaded.coverage(torch.cat(test), one.k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,13 +342,8 @@ class AdaptiveSoftmax:
                 generator=generator,
                 progress=part,
             )
-            problem = self._problem(sample[:64], k)
             batch = cascade_calibration.measured_batch(
-                lambda x, fit=fit: engine.ask(x, cascade_calibration.plan(fit)),
-                lambda x, problem=problem: coordinates.solve(
-                    problem._replace(x=x, turned=x), coordinates.NoRounds(), None
-                ),
-                problem.x,
+                partial(engine.ask, plan=cascade_calibration.plan(fit)), partial(self._solve_exactly, k=k), sample
             )
             self.calibrations[k] = fit._replace(batch=batch)
             found.append(self.calibrations[k])
@@ -395,7 +391,7 @@ class AdaptiveSoftmax:
         others = others[~torch.isin(others, chosen)]
         if len(others):
             raise WeightChanged(f"weight: other rows have changed, too: {_some(others)}; build the index again")
-        cascade.update(engine.index, self.weight, self.bias, chosen.unique())
+        cascade.update(engine.index, self.weight, self.bias, torch.unique(chosen))
         self._use(engine.index)
 
     # -- answering -----------------------------------------------------------------------------------------------------
@@ -443,7 +439,7 @@ class AdaptiveSoftmax:
         """Answer all queries as if they came so many at a time, all at once unless given."""
         method, problem = self._method(k, len(queries) if batch is None else batch), self._problem(queries, k)
         if method == "exact":
-            answer = coordinates.solve(problem, coordinates.NoRounds(), generator)
+            answer = self._solve_exactly(queries, k)
         elif method == "coordinates":
             answer = coordinates.solve(problem, self._bounds_for(k), generator)
         elif self.guarantee == "pac":
@@ -458,6 +454,9 @@ class AdaptiveSoftmax:
         if not bool(answer.log_z.isfinite().all()):
             raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
+
+    def _solve_exactly(self, queries: Tensor, k: int) -> coordinates.Answer:
+        return coordinates.solve(self._problem(queries, k), coordinates.NoRounds(), None)
 
     def _fit(self, k: int) -> CascadeCalibration:
         """The calibration of the cascade that serves for k."""
@@ -510,9 +509,7 @@ class AdaptiveSoftmax:
     def _now(self) -> tuple[int | None, ...]:
         """How often torch saw the weight and the bias change in place; tensors of inference mode do not say."""
         return tuple(
-            None if value.is_inference() else value._version
-            for value in (self.weight, self.bias)
-            if value is not None
+            None if value.is_inference() else value._version for value in (self.weight, self.bias) if value is not None
         )
 
     def _changed_rows(self) -> Tensor:
@@ -603,10 +600,9 @@ class AdaptiveSoftmax:
             raise ValueError("calibrations: made for another guarantee")
         self.calibrations[k], self._bounds[k] = Calibration(scale, queries, self.delta), bounds
 
-
     def _restore_cascade(self, k: int, found: dict[str, Any]) -> None:
-        self._built()
-        self.calibrations[k] = cascade_calibration.restored(found, k=k, previews=len(self.index.steps))
+        previews = len(self._built().index.steps)
+        self.calibrations[k] = cascade_calibration.restored(found, k=k, previews=previews)
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")

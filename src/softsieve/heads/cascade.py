@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,8 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
     while length < last:
         previews.append(length)
         length += length // 2
-    tiers, length = [], 64
+    tiers: list[int] = []
+    length = 64
     while length - SPREADS <= size // 2 and len(tiers) < SPREADS:
         tiers.append(length - SPREADS)
         length *= 2
@@ -281,33 +283,29 @@ class Cascade:
         from softsieve.kernels import cascade_numba as kernels
 
         batch, rows = len(x), len(self.weight)
-        asked = Asked(
-            torch.empty(batch, dtype=torch.int64),
-            torch.zeros(batch, plan.k, dtype=torch.int64),
-            torch.zeros(batch, plan.k, dtype=self.dtype),
-            *(torch.empty(batch, dtype=torch.float64) for _ in range(2)),
-            *(torch.empty(batch, dtype=torch.int64) for _ in range(2)),
-            torch.empty(batch, dtype=torch.float64),
-            torch.empty(batch, rows if dense else 0, dtype=self.dtype),
-        )
+        indices = torch.zeros(batch, plan.k, dtype=torch.int64)
+        logits = torch.zeros(batch, plan.k, dtype=self.dtype)
+        all_logits = torch.empty(batch, rows if dense else 0, dtype=self.dtype)
         queries, extended = x.numpy(), extend(x, self.beta, self._bias).numpy()
-        top, logits, all_logits = asked.indices.numpy(), asked.logits.numpy(), asked.dense.numpy()
+        places = zip(indices.numpy(), logits.numpy(), all_logits.numpy(), strict=True)
         with _one_at_a_time():
             scratch = self._scratch()
-            for number in range(batch):
-                found = kernels.ask(
-                    self._arrays,
-                    plan,
-                    queries[number],
-                    extended[number],
-                    scratch,
-                    top[number],
-                    logits[number],
-                    all_logits[number],
-                )
-                asked.state[number], asked.log_z[number], asked.half[number] = found[:3]
-                asked.coordinates[number], asked.bytes_read[number], asked.scale[number] = found[3:6]
-        return asked
+            found = [
+                kernels.ask(self._arrays, plan, query, longer, scratch, *place)
+                for query, longer, place in zip(queries, extended, places, strict=True)
+            ]
+        state, log_z, half, coordinates, read, scale, _ = zip(*found, strict=True)
+        return Asked(
+            torch.tensor(state),
+            indices,
+            logits,
+            torch.tensor(log_z, dtype=torch.float64),
+            torch.tensor(half, dtype=torch.float64),
+            torch.tensor(coordinates),
+            torch.tensor(read),
+            torch.tensor(scale, dtype=torch.float64),
+            all_logits,
+        )
 
     def _scratch(self) -> Any:
         """Memory of this thread."""
@@ -317,14 +315,20 @@ class Cascade:
             blocks, probes = len(self.index.columns), len(self.index.probes)
             rows = blocks * BLOCK
             self._local.scratch = kernels.Scratch(
-                *(torch.zeros(size).numpy() for size in (rows, blocks, blocks, blocks, blocks)),
-                torch.zeros(blocks, dtype=torch.int64).numpy(),
-                torch.zeros(rows, dtype=torch.int32).numpy(),
-                *(torch.zeros(rows).numpy() for _ in range(2)),
-                torch.zeros(rows, dtype=self.dtype).numpy(),
-                torch.zeros(len(self.index.unit)).numpy(),
-                torch.zeros(probes, dtype=self.dtype).numpy(),
-                *(torch.zeros(probes).numpy() for _ in range(2)),
+                estimates=np.zeros(rows, np.float32),
+                largest=np.zeros(blocks, np.float32),
+                reach=np.zeros(blocks, np.float32),
+                masses=np.zeros(blocks, np.float32),
+                doubts=np.zeros(blocks, np.float32),
+                counts=np.zeros(blocks, np.int64),
+                rows=np.zeros(rows, np.int32),
+                values=np.zeros(rows, np.float32),
+                near=np.zeros(rows, np.float32),
+                exact=torch.zeros(rows, dtype=self.dtype).numpy(),
+                y=np.zeros(len(self.index.unit), np.float32),
+                probed=torch.zeros(probes, dtype=self.dtype).numpy(),
+                previewed=np.zeros(probes, np.float32),
+                around=np.zeros(probes, np.float32),
             )
         return self._local.scratch
 
@@ -340,9 +344,9 @@ _LOCK = threading.Lock()
 
 def _one_at_a_time() -> AbstractContextManager[object]:
     """A lock, unless numba's threads can serve several callers at once (OpenMP and TBB can)."""
-    import numba
+    from numba.np.ufunc.parallel import threading_layer
 
     try:
-        return nullcontext() if numba.threading_layer() in ("omp", "tbb") else _LOCK
+        return nullcontext() if threading_layer() in ("omp", "tbb") else _LOCK  # type: ignore[no-untyped-call]
     except ValueError:  # not started yet
         return _LOCK

@@ -19,7 +19,7 @@ class DriftWarning(UserWarning):
     """Queries are unlike those that the head was calibrated with, and were answered exactly."""
 
 
-class WeightChanged(RuntimeError):
+class WeightChanged(RuntimeError):  # noqa: N818
     """The weight is not the one that the index was built of."""
 
 
@@ -65,9 +65,9 @@ def ask(cascade: Cascade, x: Tensor, calibration: CascadeCalibration, *, dense: 
     if bool(drifted.any()):
         scales = asked.scale[drifted]
         warnings.warn(
-            f"x: {len(scales)} of {len(x)} queries are unlike those of the calibration and were answered exactly: errors "
-            f"of a preview are {float(scales[0]):.3g} of what was predicted, and were from {calibration.low:.3g} to "
-            f"{calibration.high:.3g}",
+            f"x: {len(scales)} of {len(x)} queries are unlike those of the calibration and were answered exactly: "
+            f"errors of a preview are {float(scales[0]):.3g} of what was predicted, and were from "
+            f"{calibration.low:.3g} to {calibration.high:.3g}",
             DriftWarning,
             stacklevel=2,
         )

@@ -69,7 +69,7 @@ class Truth(NamedTuple):
     best: Tensor  # (N, k), falling
     log_z: Tensor  # (N,)
 
-    def __getitem__(self, rows: Tensor) -> Truth:  # type: ignore[override]
+    def some(self, rows: Tensor) -> Truth:
         return Truth(self.best[rows], self.log_z[rows])
 
 
@@ -164,7 +164,7 @@ class _Sample(NamedTuple):
     exact: Truth
 
     def some(self, rows: Tensor) -> _Sample:
-        return _Sample(self.cascade, self.x[rows], self.exact[rows])
+        return _Sample(self.cascade, self.x[rows], self.exact.some(rows))
 
     def ask(self, calibration: CascadeCalibration) -> tuple[Asked, Tensor, float]:
         """Answers, whether they are right, and the share of the weight's bytes that they read, in the mean."""
@@ -195,10 +195,10 @@ def calibrate(
     """
     shaping_count = _shaping(len(x))
     mixed = torch.randperm(len(x), generator=generator)
-    shaping, deciding = (_Sample(cascade, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:]))
-    found = CascadeCalibration(
-        k, eps, delta, len(x), 1.0, 1.0, 0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
+    shaping, deciding = (
+        _Sample(cascade, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:])
     )
+    found = CascadeCalibration(k, eps, delta, len(x), 1.0, 1.0, 0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0)
     errors = allowed(len(deciding.x), delta)
     if errors < 0:
         progress("calibrating", 1.0)
@@ -245,9 +245,7 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Progress) -> Ca
     )
 
 
-def _decide(
-    sample: _Sample, shape: CascadeCalibration, errors: int, progress: Progress
-) -> CascadeCalibration:
+def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: Progress) -> CascadeCalibration:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
     widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, WIDTHS[-1])]

@@ -38,7 +38,7 @@ def read_queries(
     """Queries (N, d), some at a time.
 
     Args:
-        corpora: which NAME of the tensors NAME.part; all if not given. Without such tensors the only matrix of the file.
+        corpora: which NAME of the tensors NAME.part, all if not given; without such tensors the only matrix there is.
         part: "calibration" or "test".
         step: 1: all rows, 2: the first of two, -2: the second of two.
         missing: whether there may be none.

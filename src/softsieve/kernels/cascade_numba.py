@@ -439,8 +439,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     Args:
         x: the query times beta. (d,)
         extended: the same, with beta at its end if there is a bias. (d [+ 1],)
-        dense: where all logits go, exact for finalists and elsewhere such that their masses are the estimated ones; (n,)
-            or, when they are not wanted, (0,).
+        dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
+            masses. (n,) or, when they are not wanted, (0,).
     """
     n, d = index.weight.shape
     item, probes = index.weight.itemsize, index.probes
