@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softsieve._progress import Report, in_silence
 from softsieve.bench.synthetic_heads import make_head
 from softsieve.errors import InputError, listed
 from softsieve.experiments.language_heads import exact_logits, spread
-from softsieve.experiments.output import Report, in_silence, new_figure
+from softsieve.experiments.output import new_figure
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.heads.calibration import needed
 from softsieve.integrations.hidden_states import Corpus, Head

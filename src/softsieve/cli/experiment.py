@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from softsieve.experiments.output import Report
+    from softsieve._progress import Report
 
 experiment = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
 

@@ -17,7 +17,7 @@ from softsieve.cli.head import check_place
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from softsieve.heads.cascade import Progress
+    from softsieve._progress import Report
 
 QUERIES = "hidden states: .npy (N, d), or .safetensors with NAME.calibration, NAME.test or a single matrix"
 CORPUS = "of a .safetensors file: which NAME; several; all if not given"
@@ -144,13 +144,13 @@ def query(
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Console, Progress]]:
+def _progress() -> Iterator[tuple[Console, Report]]:
     """A bar on the error output, if that is a terminal."""
     from rich.console import Console
-    from rich.progress import Progress as Bar
+    from rich.progress import Progress
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=1.0)
 
         def told(what: str, share: float) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
-from softsieve.experiments.output import Report, in_silence, new_figure
+from softsieve.experiments.output import new_figure
 from softsieve.experiments.variance import Instance, errors
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
-from softsieve.experiments.output import Report, in_silence, is_right, new_figure
+from softsieve.experiments.output import is_right, new_figure
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.tasks.encode import ImageEncoder
 from softsieve.tasks.examples import Data, Examples

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,7 @@ from softsieve.tasks.packages import package
 if TYPE_CHECKING:  # a picture is drawn at the end, if at all
     from matplotlib.figure import Figure
 
-Report = Callable[[str, float], object]  # called with what was just done, and the share of the whole that it was
 SUFFIXES = (".csv", ".png", ".svg")
-
-
-def in_silence(what: str, share: float) -> None:
-    """The `Report` of who does not watch."""
 
 
 # Answers

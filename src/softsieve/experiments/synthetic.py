@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
-from softsieve.experiments.output import Report, in_silence, is_right, new_figure
+from softsieve.experiments.output import is_right, new_figure
 from softsieve.heads import AdaptiveSoftmax
 
 if TYPE_CHECKING:

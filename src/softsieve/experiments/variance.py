@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError, listed
-from softsieve.experiments.output import Report, in_silence, new_figure
+from softsieve.experiments.output import new_figure
 from softsieve.heads.estimators import ESTIMATORS
 from softsieve.heads.hadamard import padded, random_signs, rotate
 from softsieve.integrations.head_file import read_head

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
+from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
 from softsieve.heads import calibration, cascade, cascade_answers, cascade_calibration, coordinates
 from softsieve.heads.basis import Moments
 from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
 from softsieve.heads.calibration import Calibration
-from softsieve.heads.cascade import Cascade, Progress
+from softsieve.heads.cascade import Cascade
 from softsieve.heads.cascade_answers import WeightChanged
 from softsieve.heads.cascade_calibration import CascadeCalibration
 from softsieve.heads.hadamard import padded, random_signs, rotate
@@ -55,7 +56,7 @@ class AdaptiveSoftmax:
             batches up to the size that `calibrate` measured, else ``"exact"``.
         guarantee: what answers rest on.
             ``"pac"``: nothing fitted; intervals hold for every weight and query. Those of the cascade by the dither of
-            its codes, of ``"coordinates"`` by bounds computed from weight and query or, with ``noise``, if that is true.
+            its codes, of ``"coordinates"`` by bounds computed from both or, with ``noise``, if that is true.
             ``"calibrated"``: widths are such that answers to sample queries are right (`calibrate`, a conformal
             quantile). That holds for queries exchangeable with these, and promises nothing about others; the cascade
             notices queries that are much unlike them, and answers these exactly.
@@ -235,7 +236,7 @@ class AdaptiveSoftmax:
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
-    def build(self, queries: Tensor | Iterable[Tensor], *, progress: Progress = cascade.in_silence) -> None:
+    def build(self, queries: Tensor | Iterable[Tensor], *, progress: Report = in_silence) -> None:
         """Make the index of the cascade for queries like these, of which only the second moment is kept.
 
         Calibrations that were made with another index are forgotten.
@@ -268,7 +269,7 @@ class AdaptiveSoftmax:
         k: int | Sequence[int] = 1,
         *,
         generator: torch.Generator | None = None,
-        progress: Progress = cascade.in_silence,
+        progress: Report = in_silence,
     ) -> Calibration | CascadeCalibration | list[Calibration | CascadeCalibration]:
         """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
 
@@ -313,7 +314,7 @@ class AdaptiveSoftmax:
         return found
 
     def _calibrate_cascade(
-        self, sample: Tensor, ks: list[int], generator: torch.Generator | None, progress: Progress
+        self, sample: Tensor, ks: list[int], generator: torch.Generator | None, progress: Report
     ) -> list[Calibration | CascadeCalibration]:
         self._for_cascade("calibrate")
         shares = len(ks) + (self.index is None)

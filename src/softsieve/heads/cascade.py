@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._progress import Report, in_silence
 from softsieve.heads.basis import Moments, joint_basis
 
 if TYPE_CHECKING:
@@ -30,12 +31,6 @@ LEVELS = 255  # of a predicted deviation
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row, as the kernels have it
 PROBES = 64  # rows that are always read
 SAMPLES = 4  # of them that are kept, to notice that the weight has changed
-
-Progress = Callable[[str, float], None]  # what is being done, and the share of the whole that has just been
-
-
-def in_silence(what: str, share: float) -> None:
-    pass
 
 
 class Index(NamedTuple):
@@ -64,10 +59,10 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
 
     Example:
         >>> lengths(576)
-        ([8, 12, 18, 27, 36], [56, 120, 248])
+        ([4, 6, 9, 13, 19, 28, 36], [56, 120, 248])
     """
     last = max(1, size // 16)
-    previews, length = [], 8
+    previews, length = [], 4
     while length < last:
         previews.append(length)
         length += length // 2
@@ -80,7 +75,7 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
 
 
 def build(
-    weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: Progress = in_silence
+    weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: Report = in_silence
 ) -> Index:
     """Make the index of a weight for queries with these moments; of (e,) queries, see `extend`.
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve.heads.cascade import Asked, Cascade, Progress, in_silence
+from softsieve._progress import Report, in_silence
+from softsieve.heads.cascade import Asked, Cascade
 from softsieve.heads.reader import Reader
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def calibrate(
     eps: float,
     delta: float,
     generator: torch.Generator | None,
-    progress: Progress = in_silence,
+    progress: Report = in_silence,
 ) -> CascadeCalibration:
     """Fit preview, correction and width on queries times beta.
 
@@ -207,7 +208,7 @@ def calibrate(
     return _decide(deciding, found, errors, progress)
 
 
-def _shape(sample: _Sample, start: CascadeCalibration, progress: Progress) -> CascadeCalibration:
+def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> CascadeCalibration:
     """Choose everything but the width, which is a first guess."""
     previews = sample.cascade.previews
     errors = int(start.delta * len(sample.x) / 2)
@@ -245,7 +246,7 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Progress) -> Ca
     )
 
 
-def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: Progress) -> CascadeCalibration:
+def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: Report) -> CascadeCalibration:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
     widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, WIDTHS[-1])]

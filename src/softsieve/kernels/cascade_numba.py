@@ -225,6 +225,7 @@ class Found(NamedTuple):
 
 
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
+AHEAD = 8  # rows with the best estimates that are read first, besides k
 SHARE = 2  # when more than one in so many rows is to be read in full, all are
 PATIENCE = 8  # times that more rows are read before the whole weight is
 
@@ -410,6 +411,16 @@ def _select(
 
 
 @jit
+def _goal(best: float, sure: float) -> float:
+    """What a row must reach to be among the top k: between the k-th best estimate and the logit that k rows have.
+
+    Large logits are larger than their estimates, so the second is the better guess of what it takes, and the first of
+    what estimates show of it. Half way reads less than either, with the width that each takes.
+    """
+    return (best + max(best, sure)) / 2
+
+
+@jit
 def _correct(values: Any, rows: Any, near: Any, unit: float, correction: float, dense: Any) -> None:
     """Estimates as numbers whose exponentials are the estimated masses."""
     for r in range(rows.size):
@@ -488,11 +499,31 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         all_mass += scratch.masses[b] * share
         all_doubt += scratch.doubts[b] * share
     rounding = 1e-6 * abs(shift)
-    best = _kth_estimate(scratch.estimates, scratch.largest, n, k, scratch.values) if k else np.inf
+    best, sure = np.inf, np.inf
+    if k:
+        # Rows with the best estimates are read at once: the k-th largest of their logits is sure to be reached.
+        ahead = min(k + AHEAD, n)
+        enough = _kth_estimate(scratch.estimates, scratch.largest, n, ahead, scratch.values)
+        count = _select(
+            scratch.estimates,
+            spread,
+            0.0,
+            enough,
+            scratch.reach,
+            scratch.counts,
+            scratch.rows,
+            scratch.values,
+            scratch.near,
+        )
+        best = _kth(scratch.values[:count], k)
+        exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
+        sure = _kth(scratch.exact[:count], k)
+        read += count * d * item
+        entries += count * d
 
     lowered = 0.0
     for _ in range(PATIENCE):
-        level = min(best, math.log(all_mass) + shift + plan.floor) - lowered - rounding
+        level = min(_goal(best, sure), math.log(all_mass) + shift + plan.floor) - lowered - rounding
         count = _select(
             scratch.estimates,
             spread,
@@ -538,7 +569,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
                 _correct(values, rows, near, tier_unit, plan.correction, dense)
             bound = math.log(max(rest + mass, 1e-300)) + shift + plan.floor
             if k:
-                bound = min(bound, _kth(values, k))
+                bound = min(bound, _goal(_kth(values, k), sure))
             count = _keep(values, rows, near, plan.width * tier_unit, bound - lowered - rounding)
             rows, values, near = rows[:count], values[:count], near[:count]
             kept_mass, kept_doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,3 +49,114 @@ def dithered(row: Tensor, scale: float, dither: Tensor) -> Tensor:
     """What is known of a row from ``floor(row / scale + dither)``, up to half a scale; the dither is in [-1/2, 1/2)."""
     codes = [math.floor(float(a) / scale + float(v)) for a, v in zip(row, dither, strict=True)]
     return scale * (torch.tensor(codes, dtype=torch.float64) - dither.double() + 0.5)
+
+
+class CascadeAnswer(NamedTuple):
+    """What `cascade` finds. Rows that are no finalists have estimates."""
+
+    state: str  # "answered", "drifted" or "expensive": only in the first there is an answer
+    indices: Tensor  # (k,)
+    logits: Tensor  # (k,), exact
+    log_z: float
+    half: float  # of the interval of log_z
+    entries: int  # of weight and codes that were read
+    bytes_read: int
+    scale: float  # of the errors of the preview, in predicted deviations
+    finalists: Tensor  # rows that were read in full
+    dense: Tensor  # (n,): all logits; those of estimates have the estimated masses
+    closest: float  # by so much a decision would have to be missed to be another one
+
+
+def cascade(
+    weight: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    centre: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    lengths: Sequence[int],
+    deviations: Tensor,
+    probes: Tensor,
+    k: int,
+    width: float,
+    correction: float,
+    floor: float,
+    doubt: float,
+    tolerance: float,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> CascadeAnswer:
+    """One query through a preview, tiers of longer codes and exact rows, each row by itself.
+
+    A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]``, with beta as one more
+    coordinate of x if there is a bias.
+
+    Args:
+        weight, bias: (n, d) and (n,).
+        x: (d,).
+        centre, projection, codes: (e,), (longest, e) and (n, longest); e is d, and one more with a bias.
+        lengths: of the preview, then of the tiers.
+        deviations: predicted ones of the errors of each. (1 + tiers, n)
+        probes: rows whose errors say how large the errors of this query are.
+        k, width, correction, floor, doubt, tolerance, low, high: as `softsieve.kernels.cascade_numba.Plan` has them.
+    """
+    (n, d), e, item = weight.shape, len(centre), weight.element_size()
+    exact = logits(weight, x, bias, beta=beta)
+    extended = beta * (x.double() if bias is None else torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]))
+    terms = codes.double() * (projection.double() @ extended)
+    first, closest, none = lengths[0], math.inf, torch.zeros(0, dtype=torch.int64)
+
+    def look(level: int) -> tuple[Tensor, Tensor, float]:
+        """Estimates of all rows, the deviations of their errors, and the scale of these on the probes."""
+        estimates = centre.double() @ extended + terms[:, : lengths[level]].sum(-1)
+        errors = (exact - estimates)[probes] / deviations[level, probes].double()
+        scale = float(errors.square().mean().sqrt())
+        return estimates, scale * deviations[level].double(), scale
+
+    estimates, deviation, scale = look(0)
+    read = (first + 1) * e * 2 + len(probes) * (d * item + first + 1)
+    entries = len(probes) * (d + first)
+    if not low <= scale <= high:
+        return CascadeAnswer("drifted", none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
+    read, entries = read + n * (first + 1), entries + n * first
+    shift, rounding = float(estimates.max()), 1e-6 * abs(float(estimates.max()))
+    for lowered in range(8):
+        known, there = first, 0
+        values, margins = estimates, width * deviation
+        dense, added = values + correction * deviation.square(), correction * deviation.square()  # of the last estimate
+        left = torch.ones(n, dtype=torch.bool)
+        for level in range(len(lengths)):
+            if level:
+                longer, count = lengths[level], int(left.sum())
+                cost = (longer - known) * e * 2 + count * (longer - there + 1)
+                if longer < 2 * known or 2 * cost > count * d * item:
+                    continue
+                values, deviation_now, _ = look(level)
+                margins = width * deviation_now
+                dense = torch.where(left, values + correction * deviation_now.square(), dense)
+                added = torch.where(left, correction * deviation_now.square(), added)
+                read += cost + len(probes) * (longer - there + 1)
+                entries += (count + len(probes)) * (longer - there)
+                known = there = longer
+            bound = float(dense.logsumexp(0)) + floor
+            if k:
+                bound = min(bound, float(values[left].topk(k).values[-1]))
+            reach = values + margins - (bound - lowered - rounding)
+            closest = min(closest, float(reach[left].abs().min()))
+            left = left & (reach >= 0)
+        count = int(left.sum())
+        if 2 * count > n:
+            break
+        read, entries = read + count * d * item, entries + count * d
+        dense = torch.where(left, exact, dense)
+        doubtful = (added.clamp_max(1) * (dense - shift).exp())[~left].sum()
+        half = float(doubt * doubtful / (dense - shift).exp().sum())
+        closest = min(closest, abs(half - tolerance))
+        if half <= tolerance:
+            rows = left.nonzero()[:, 0]
+            best, order = exact[rows].topk(k)
+            log_z = float(dense.logsumexp(0))
+            return CascadeAnswer("answered", rows[order], best, log_z, half, entries, read, scale, rows, dense, closest)
+    return CascadeAnswer("expensive", none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
