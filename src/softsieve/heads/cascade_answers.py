@@ -69,6 +69,6 @@ def ask(cascade: Cascade, x: Tensor, calibration: CascadeCalibration, *, dense: 
             f"errors of a preview are {float(scales[0]):.3g} of what was predicted, and were from "
             f"{calibration.low:.3g} to {calibration.high:.3g}",
             DriftWarning,
-            stacklevel=2,
+            stacklevel=5,  # who called `topk`
         )
     return asked

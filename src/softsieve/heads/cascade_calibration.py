@@ -250,10 +250,13 @@ def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: R
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
     widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, WIDTHS[-1])]
-    count, wrong, scales = len(sample.x), 0, []
+    # None of these queries is from elsewhere, so none is left out.
+    everywhere = shape._replace(low=0.0, high=math.inf)
+    count, wrong, low, high = len(sample.x), 0, shape.low, shape.high
     for number, width in enumerate(widths):
-        asked, fine, read = sample.ask(shape._replace(width=width))
-        scales.append(asked.scale)
+        asked, fine, read = sample.ask(everywhere._replace(width=width))
+        low = min(low, float(asked.scale.min()) / SLACK)
+        high = max(high, float(asked.scale.max()) * SLACK)
         wrong += len(fine) - int(fine.sum())
         if wrong > errors:
             progress("deciding on the width", 0.5 * (len(widths) - number) / len(widths))
@@ -262,7 +265,7 @@ def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: R
             best = shape._replace(width=width, read=read, right=float(fine.sum()) / count)
         sample = sample.some(fine)
         progress("deciding on the width", 0.5 / len(widths))
-    return best
+    return best._replace(low=low, high=high)
 
 
 def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
