@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -425,10 +426,13 @@ class AdaptiveSoftmax:
 
     def _method(self, k: int, batch: int) -> str:
         """What answers, for ``"auto"`` by what was measured."""
-        if self.method != "auto":
-            return self.method
-        fit = self._fit(k) if self._calibrated(k) is not None else None
-        return "cascade" if fit is not None and batch <= fit.batch else "exact"
+        if self.method not in ("auto", "cascade") or self.guarantee == "pac":
+            return self.method if self.method != "auto" else "exact"
+        if self.method == "auto" and self._calibrated(k) is None:
+            return "exact"
+        fit = self._fit(k)
+        faster = self.method == "cascade" or batch <= fit.batch
+        return "cascade" if faster and math.isfinite(fit.width) else "exact"
 
     def _calibrated(self, k: int) -> int | None:
         """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""

@@ -133,11 +133,14 @@ def right(asked: Asked, exact: Truth, calibration: CascadeCalibration) -> Tensor
 
 
 def half_width(doubt: Tensor, calibration: CascadeCalibration) -> Tensor:
-    """Half the interval of log Z that is promised, from the half width that was to be reached."""
+    """Half the interval of log Z that is promised, from the half width that was to be reached.
+
+    What follows from eps at most and a quarter of it at least: small doubts are themselves in doubt.
+    """
     promised = -math.log1p(-calibration.eps)
     if math.isinf(calibration.interval):
         return torch.full_like(doubt, promised)
-    return (doubt * calibration.interval).clamp_max(promised)
+    return (doubt * calibration.interval).clamp(promised / 4, promised)
 
 
 def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> Plan:

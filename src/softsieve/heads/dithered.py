@@ -115,10 +115,11 @@ def _packed(codes: Tensor) -> Tensor:
 def half_widths(n: int, d: int, delta: float) -> tuple[float, float]:
     """Half an interval after the first and after the second code, in scales, for a query of norm 1.
 
-    The rest is for rounding: ``2^-24`` times the roundings that a term goes through, times the sum of absolute terms.
-    Sums in float32 add up groups first, so a term meets those of its group and one for each group, in any order. Digits
-    up to 15 and the offset make terms of at most ``23 sum_j |y_j| <= 23 sqrt(d)``. What query and estimate meet
-    besides is relative to the estimate, at most ``7.5 sqrt(d)``.
+    ``t / sqrt(12)`` with ``3.18 P(Z >= t) = delta / (4 n)``, and a fifteenth of that: both ends of both intervals of n
+    rows share delta. What is added is for rounding: ``2^-24`` times the roundings that a term goes through, times the
+    sum of absolute terms. Sums in float32 add up groups first, so a term meets those of its group and one for each
+    group, in any order. Digits up to 15 and the offset make terms of at most ``23 sum_j |y_j| <= 23 sqrt(d)``. What
+    query and estimate meet besides is relative to the estimate, at most ``7.5 sqrt(d)``.
     """
     deviations = -NormalDist().inv_cdf(delta / (4 * n * SIGNS))
     uniform = deviations / math.sqrt(12)

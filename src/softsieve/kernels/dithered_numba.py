@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from softsieve.kernels.cascade_numba import ALONE, BLOCK, exp, jit_fast, jit_parallel
 
+TILE = 128  # rows of a block that the preview works on together, which is twice as fast as all of them
 GROUP = 16  # bytes that the preview adds up before it adds them to the rest, which keeps rounding small
 STRETCH = 128  # the same for a row by itself
 
@@ -88,30 +89,26 @@ def turn(rows: Any, factors: Any) -> None:
 
 
 @jit_fast
-def _preview(codes: Any, low: Any, high: Any, offset: Any, values: Any) -> None:
-    part = np.empty(BLOCK, np.float32)
-    values[:] = offset
-    for start in range(0, low.size, GROUP):
-        stop = min(start + GROUP, low.size)
-        even = stop - (stop - start) % 4
-        part[:] = 0
-        for j in range(start, even, 4):
-            c0, c1, c2, c3 = codes[j], codes[j + 1], codes[j + 2], codes[j + 3]
-            l0, l1, l2, l3 = low[j], low[j + 1], low[j + 2], low[j + 3]
-            h0, h1, h2, h3 = high[j], high[j + 1], high[j + 2], high[j + 3]
-            for i in range(BLOCK):
-                part[i] += (
-                    (_low(c0[i]) * l0 + _high(c0[i]) * h0)
-                    + (_low(c1[i]) * l1 + _high(c1[i]) * h1)
-                    + (_low(c2[i]) * l2 + _high(c2[i]) * h2)
-                    + (_low(c3[i]) * l3 + _high(c3[i]) * h3)
-                )
-        for j in range(even, stop):
-            c0, l0, h0 = codes[j], low[j], high[j]
-            for i in range(BLOCK):
-                part[i] += _low(c0[i]) * l0 + _high(c0[i]) * h0
-        for i in range(BLOCK):
-            values[i] += part[i]
+def _preview(codes: Any, low: Any, high: Any, offset: Any, out: Any) -> None:
+    part = np.empty(TILE, np.float32)
+    for tile in range(0, BLOCK, TILE):
+        values = out[tile : tile + TILE]
+        values[:] = offset
+        for start in range(0, low.size, GROUP):
+            stop = min(start + GROUP, low.size)
+            even = stop - (stop - start) % 2
+            part[:] = 0
+            for j in range(start, even, 2):
+                c0, c1 = codes[j, tile : tile + TILE], codes[j + 1, tile : tile + TILE]
+                l0, l1, h0, h1 = low[j], low[j + 1], high[j], high[j + 1]
+                for i in range(TILE):
+                    part[i] += (_low(c0[i]) * l0 + _high(c0[i]) * h0) + (_low(c1[i]) * l1 + _high(c1[i]) * h1)
+            if even < stop:
+                c0, l0, h0 = codes[even, tile : tile + TILE], low[even], high[even]
+                for i in range(TILE):
+                    part[i] += _low(c0[i]) * l0 + _high(c0[i]) * h0
+            for i in range(TILE):
+                values[i] += part[i]
 
 
 @jit_parallel
