@@ -401,8 +401,12 @@ class AdaptiveSoftmax:
     def _queries(self, name: str, x: Tensor) -> Tensor:
         """Checked, times beta, (batch, d)."""
         _checks.queries(name, x, self.weight)
-        scaled = x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype) * self.beta
-        _checks.finite(f"{name} times beta", scaled)
+        scaled = x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype)
+        if self.beta != 1:
+            scaled = scaled * self.beta
+            _checks.finite(f"{name} times beta", scaled)
+        elif x.dtype != scaled.dtype:
+            _checks.finite(name, scaled)
         return scaled
 
     def _turn(self, rows: Tensor) -> Tensor:
@@ -456,7 +460,7 @@ class AdaptiveSoftmax:
                 answer = answer._replace(
                     indices=answer.indices[:, :k], probs=answer.probs[:, :k], logits=answer.logits[:, :k]
                 )
-        if not bool(answer.log_z.isfinite().all()):
+        if not math.isfinite(float(answer.log_z.sum(dtype=torch.float64))):
             raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
 
@@ -615,6 +619,8 @@ _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chose
 
 def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:
     """Fields of a batch in the shape of the queries."""
+    if len(leading) == 1:
+        return list(found)
     return [value.reshape((*leading, *value.shape[1:])) for value in found]
 
 

@@ -289,18 +289,11 @@ class Cascade:
                 kernels.ask(self._arrays, plan, query, longer, scratch, *place)
                 for query, longer, place in zip(queries, extended, places, strict=True)
             ]
-        state, log_z, half, coordinates, read, scale, _ = zip(*found, strict=True)
-        return Asked(
-            torch.tensor(state),
-            indices,
-            logits,
-            torch.tensor(log_z, dtype=torch.float64),
-            torch.tensor(half, dtype=torch.float64),
-            torch.tensor(coordinates),
-            torch.tensor(read),
-            torch.tensor(scale, dtype=torch.float64),
-            all_logits,
-        )
+        # Through numpy, whose small operations take a fraction of torch's time.
+        numbers = np.array(found)  # (batch, fields), whole ones below 2^53
+        state, coordinates, read = (torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4))
+        log_z, half, scale = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5))
+        return Asked(state, indices, logits, log_z, half, coordinates, read, scale, all_logits)
 
     def _scratch(self) -> Any:
         """Memory of this thread."""
@@ -316,6 +309,7 @@ class Cascade:
                 masses=np.zeros(blocks, np.float32),
                 doubts=np.zeros(blocks, np.float32),
                 counts=np.zeros(blocks, np.int64),
+                marks=np.zeros(rows, np.uint8),
                 rows=np.zeros(rows, np.int32),
                 values=np.zeros(rows, np.float32),
                 near=np.zeros(rows, np.float32),

@@ -138,9 +138,8 @@ def half_width(doubt: Tensor, calibration: CascadeCalibration) -> Tensor:
     What follows from eps at most and a quarter of it at least: small doubts are themselves in doubt.
     """
     promised = -math.log1p(-calibration.eps)
-    if math.isinf(calibration.interval):
-        return torch.full_like(doubt, promised)
-    return (doubt * calibration.interval).clamp(promised / 4, promised)
+    least = promised if math.isinf(calibration.interval) else promised / 4
+    return torch.from_numpy((doubt.numpy() * min(calibration.interval, 1e30)).clip(least, promised))
 
 
 def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> Plan:

@@ -13,9 +13,11 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
+SOON = 8  # rows ahead that are asked for
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
 LOG2E = 1.4426950408889634
@@ -55,15 +57,40 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def _trailing_zeros(typingctx: Any, word: Any) -> Any:
+    """Of a word that is not 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def _fetch(typingctx: Any, array: Any, row: Any) -> Any:
+    """Ask for the beginning of a row of a matrix, which will be read soon."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = context.make_array(signature.args[0])(context, builder, args[0])
+        stride = cgutils.unpack_tuple(builder, matrix.strides)[0]
+        start = builder.bitcast(matrix.data, ir.IntType(8).as_pointer())
+        place = builder.gep(start, [builder.mul(stride, args[1])])
+        kind = ir.FunctionType(ir.VoidType(), [place.type, *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, *(ir.Constant(ir.IntType(32), number) for number in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
 @jit_fast
 def exp(value: float) -> float:
-    """e to a number of at most 80, to 2e-7; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
+    """e to a number of at most 80, to 1e-5; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
     scaled = np.float32(max(value, np.float32(-80.0))) * np.float32(LOG2E)
-    whole = np.floor(scaled)
-    rest = (scaled - whole) * np.float32(0.6931471805599453)
-    series = np.float32(1 / 5040)
-    series = series * rest + np.float32(1 / 720)
-    series = series * rest + np.float32(1 / 120)
+    whole = np.floor(scaled + np.float32(0.5))
+    rest = (scaled - whole) * np.float32(0.6931471805599453)  # within 0.35
+    series = np.float32(1 / 120)
     series = series * rest + np.float32(1 / 24)
     series = series * rest + np.float32(1 / 6)
     series = series * rest + np.float32(0.5)
@@ -88,6 +115,8 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
     """``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
     if rows.size * x.size <= ALONE:
         for r in range(rows.size):
+            if r + 1 < rows.size:
+                _fetch(weight, np.intp(rows[r + 1]))
             out[r] = _exact_row(weight[rows[r]], x)
     else:
         for r in prange(rows.size):
@@ -146,6 +175,8 @@ def refine(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out:
     part, start, stop = y[low:high], SPREADS + low, SPREADS + high
     if rows.size * (high - low) <= ALONE:
         for r in range(rows.size):
+            if r + SOON < rows.size:
+                _fetch(records, np.intp(rows[r + SOON]))
             record = records[rows[r]]
             out[r] += _code_row(record[start:stop], part)
             near[r] = np.float32(np.uint8(record[tier]))
@@ -202,6 +233,7 @@ class Scratch(NamedTuple):
     masses: Any  # (blocks,)
     doubts: Any  # (blocks,)
     counts: Any  # (blocks,)
+    marks: Any  # (blocks * BLOCK,) uint8
     rows: Any  # (blocks * BLOCK,) int32: survivors
     values: Any  # (blocks * BLOCK,): their estimates
     near: Any  # (blocks * BLOCK,): their spreads
@@ -269,19 +301,20 @@ def _kth(values: Any, k: int) -> float:
 
 
 @jit
-def _kth_estimate(estimates: Any, largest: Any, n: int, k: int, room: Any) -> float:
-    """The k-th largest estimate; blocks below the k-th largest block hold none of the first k."""
-    if k == 1:
-        return _largest(largest)
-    bound = _kth(largest, k) if largest.size >= k else largest.min() - np.float32(np.inf)
-    count = 0
-    for b in range(largest.size):
-        if largest[b] >= bound:
-            for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
-                if estimates[i] >= bound:
-                    room[count] = estimates[i]
-                    count += 1
-    return _kth(room[:count], k)
+def _ahead(estimates: Any, largest: Any, n: int, count: int, rows: Any, values: Any) -> int:
+    """Rows with the largest estimates: ``count`` of them at least, and not many more; how many."""
+    # Blocks below the one whose largest is so far down hold none of them.
+    bound = _kth(largest, count) if largest.size >= count else -np.inf
+    for _ in range(2):
+        found = 0
+        for b in range(largest.size):
+            if largest[b] >= bound:
+                for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
+                    if estimates[i] >= bound:
+                        rows[found], values[found] = i, estimates[i]
+                        found += 1
+        bound = _kth(values[:found], count)
+    return found
 
 
 @jit_fast
@@ -347,7 +380,7 @@ def _look(
 ) -> None:
     """Estimates of all rows and, of every block, the largest, its reach, masses over e^largest and their doubt."""
     blocks = masses.size
-    if blocks * BLOCK * y.size <= ALONE:
+    if 4 * blocks * BLOCK * y.size <= ALONE:  # masses take as long as some columns
         for b in range(blocks):
             _look_block(
                 b, columns, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
@@ -370,35 +403,56 @@ def _keep(values: Any, rows: Any, near: Any, margin: float, level: float) -> int
     return kept
 
 
+@jit_fast
+def _mark(values: Any, near: Any, margin: float, level: float, marks: Any) -> None:
+    """1 for rows that reach the level, else 0."""
+    for i in range(values.size):
+        marks[i] = values[i] + np.float32(margin) * np.float32(near[i]) >= np.float32(level)
+
+
 @jit
 def _select_block(
-    b: int, estimates: Any, spread: Any, margin: float, level: float, rows: Any, values: Any, near: Any
+    b: int, estimates: Any, spread: Any, margin: float, level: float, marks: Any, rows: Any, values: Any, near: Any
 ) -> int:
     start, stop = b * BLOCK, min((b + 1) * BLOCK, spread.size)
-    for i in range(start, stop):
-        rows[i], values[i], near[i] = i, estimates[i], spread[i]
-    return _keep(values[start:stop], rows[start:stop], near[start:stop], margin, level)
+    _mark(estimates[start:stop], spread[start:stop], margin, level, marks[start:stop])
+    words, place = marks[start : start + BLOCK].view(np.uint64), start
+    for w in range((stop - start + 7) // 8):
+        word = words[w]  # eight marks; most words are 0
+        while word:
+            i = start + 8 * w + np.int64(_trailing_zeros(word) >> np.uint64(3))
+            if i < stop:
+                rows[place], values[place], near[place] = i, estimates[i], spread[i]
+                place += 1
+            word &= word - np.uint64(1)
+    return place - start
 
 
 @jit_parallel
 def _select(
-    estimates: Any, spread: Any, margin: float, level: float, reach: Any, counts: Any, rows: Any, values: Any, near: Any
+    estimates: Any,
+    spread: Any,
+    margin: float,
+    level: float,
+    reach: Any,
+    counts: Any,
+    marks: Any,
+    rows: Any,
+    values: Any,
+    near: Any,
 ) -> int:
     """Rows whose estimate with its margin reaches the level, to the front of ``rows``."""
     bound = np.float32(level)
-    wanted = 0
-    for b in range(counts.size):
-        wanted += reach[b] >= bound
-    if wanted * BLOCK <= ALONE:
+    if counts.size * BLOCK <= ALONE:
         for b in range(counts.size):
-            counts[b] = (
-                _select_block(b, estimates, spread, margin, level, rows, values, near) if reach[b] >= bound else 0
-            )
+            counts[b] = 0
+            if reach[b] >= bound:
+                counts[b] = _select_block(b, estimates, spread, margin, level, marks, rows, values, near)
     else:
         for b in prange(counts.size):
-            counts[b] = (
-                _select_block(b, estimates, spread, margin, level, rows, values, near) if reach[b] >= bound else 0
-            )
+            counts[b] = 0
+            if reach[b] >= bound:
+                counts[b] = _select_block(b, estimates, spread, margin, level, marks, rows, values, near)
     total = 0
     for b in range(counts.size):
         start, stop = b * BLOCK, b * BLOCK + counts[b]
@@ -502,19 +556,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     best, sure = np.inf, np.inf
     if k:
         # Rows with the best estimates are read at once: the k-th largest of their logits is sure to be reached.
-        ahead = min(k + AHEAD, n)
-        enough = _kth_estimate(scratch.estimates, scratch.largest, n, ahead, scratch.values)
-        count = _select(
-            scratch.estimates,
-            spread,
-            0.0,
-            enough,
-            scratch.reach,
-            scratch.counts,
-            scratch.rows,
-            scratch.values,
-            scratch.near,
-        )
+        count = _ahead(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
         best = _kth(scratch.values[:count], k)
         exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
         sure = _kth(scratch.exact[:count], k)
@@ -531,6 +573,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             level,
             scratch.reach,
             scratch.counts,
+            scratch.marks,
             scratch.rows,
             scratch.values,
             scratch.near,
