@@ -21,6 +21,7 @@ Eps = Annotated[float, typer.Option(help="relative error of a probability")]
 Deltas = Annotated[list[float], typer.Option(help="chance of a wrong answer; several: the first for all methods")]
 Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
 Out = Annotated[Path, typer.Option(help="results: this name with .csv, .json, .png and .svg; may be a folder")]
+Stretch = Annotated[int, typer.Option(min=1, help="queries of a method before the next has its turn; 1: cold caches")]
 Threads = Annotated[int | None, typer.Option(min=1, help="that compute; else as many as torch takes")]
 
 
@@ -34,6 +35,7 @@ def head_bench(
     delta: Deltas = [0.01, 0.1, 0.03],  # noqa: B006
     calibration: Annotated[int, typer.Option(min=1, help="states of each text to calibrate with, at most")] = 2000,
     test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 500,
+    stretch: Stretch = 25,
     threads: Threads = None,
     seed: Seed = 0,
     out: Out = Path("head-bench"),
@@ -53,6 +55,7 @@ def head_bench(
             "deltas": delta,
             "calibration": calibration,
             "test_queries": test_queries,
+            "stretch": stretch,
             "seed": seed,
         }
         _set_threads(threads)
@@ -75,6 +78,7 @@ def head_scaling(
     delta: Deltas = [0.01],  # noqa: B006
     calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 2000,
     test_queries: Annotated[int, typer.Option(min=1, help="queries to test with")] = 500,
+    stretch: Stretch = 25,
     threads: Threads = None,
     seed: Seed = 0,
     out: Out = Path("head-scaling"),
@@ -93,6 +97,7 @@ def head_scaling(
             "deltas": delta,
             "calibration": calibration,
             "test_queries": test_queries,
+            "stretch": stretch,
             "seed": seed,
         }
         _set_threads(threads)

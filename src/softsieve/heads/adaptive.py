@@ -446,16 +446,16 @@ class AdaptiveSoftmax:
         self, queries: Tensor, k: int, generator: torch.Generator | None, *, batch: int | None = None
     ) -> coordinates.Answer:
         """Answer all queries as if they came so many at a time, all at once unless given."""
-        method, problem = self._method(k, len(queries) if batch is None else batch), self._problem(queries, k)
+        method = self._method(k, len(queries) if batch is None else batch)
         if method == "exact":
             answer = self._solve_exactly(queries, k)
         elif method == "coordinates":
-            answer = coordinates.solve(problem, self._bounds_for(k), generator)
+            answer = coordinates.solve(self._problem(queries, k), self._bounds_for(k), generator)
         elif self.guarantee == "pac":
-            answer = self._dithered_codes().solve(problem, self.delta)
+            answer = self._dithered_codes().solve(self._problem(queries, k), self.delta)
         else:
             fit = self._fit(k)
-            answer = cascade_answers.solve(self._built(), problem, fit)
+            answer = cascade_answers.solve(self._built(), queries, fit, self._solve_exactly)
             if fit.k != k:
                 answer = answer._replace(
                     indices=answer.indices[:, :k], probs=answer.probs[:, :k], logits=answer.logits[:, :k]

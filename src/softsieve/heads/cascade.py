@@ -241,6 +241,7 @@ class Asked(NamedTuple):
     coordinates: Tensor  # int64
     bytes_read: Tensor  # int64
     scale: Tensor  # of the errors of the preview
+    survivors: Tensor  # int64: of the preview
     dense: Tensor  # (batch, n) or (batch, 0)
 
 
@@ -291,9 +292,11 @@ class Cascade:
             ]
         # Through numpy, whose small operations take a fraction of torch's time.
         numbers = np.array(found)  # (batch, fields), whole ones below 2^53
-        state, coordinates, read = (torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4))
+        state, coordinates, read, survivors = (
+            torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4, 6)
+        )
         log_z, half, scale = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5))
-        return Asked(state, indices, logits, log_z, half, coordinates, read, scale, all_logits)
+        return Asked(state, indices, logits, log_z, half, coordinates, read, scale, survivors, all_logits)
 
     def _scratch(self) -> Any:
         """Memory of this thread."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve.heads import coordinates
 from softsieve.heads.cascade import Asked, Cascade
 from softsieve.heads.cascade_calibration import CascadeCalibration, half_width, plan
-from softsieve.heads.coordinates import Answer, Problem
+from softsieve.heads.coordinates import Answer
 
 CHANGED, DRIFTED = 1, 2  # states of a query, as the kernels have them
 
@@ -24,13 +24,15 @@ class WeightChanged(RuntimeError):  # noqa: N818
     """The weight is not the one that the index was built of."""
 
 
-def solve(cascade: Cascade, problem: Problem, calibration: CascadeCalibration) -> Answer:
-    """Answer queries times beta, each by itself.
+def solve(
+    cascade: Cascade, x: Tensor, calibration: CascadeCalibration, exactly: Callable[[Tensor, int], Answer]
+) -> Answer:
+    """Answer queries times beta, each by itself; ``exactly`` those that the kernel does not, for the calibration's k.
 
     Raises:
         WeightChanged: when the kernel finds other rows than the index was built of.
     """
-    asked = ask(cascade, problem.x, calibration)
+    asked = ask(cascade, x, calibration)
     # Through numpy, whose small operations take a fraction of torch's time.
     logits, log_z = asked.logits.numpy(), asked.log_z.numpy().astype(asked.logits.numpy().dtype)
     half = half_width(asked.half, calibration).numpy().astype(log_z.dtype)
@@ -47,10 +49,7 @@ def solve(cascade: Cascade, problem: Problem, calibration: CascadeCalibration) -
     if not asked.state.numpy().any():
         return answer
     rest = answer.exact.nonzero()[:, 0]
-    # The kernel works for the calibration's k, which may be larger than the one that is asked for.
-    exact = coordinates.solve(
-        problem._replace(x=problem.x[rest], turned=problem.x[rest], k=calibration.k), coordinates.NoRounds(), None
-    )
+    exact = exactly(x[rest], calibration.k)
     for value, right in zip(answer[:5], exact[:5], strict=True):
         value[rest] = right
     answer.coordinates[rest] = exact.coordinates

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
 WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
+ROW = 192  # bytes that could be read in order in the time that one more row takes, besides its own
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
@@ -172,10 +173,13 @@ class _Sample(NamedTuple):
     def ask(self, calibration: CascadeCalibration) -> tuple[Asked, Tensor, float]:
         """Answers, whether they are right, and the share of the weight's bytes that they read, in the mean."""
         asked = self.cascade.ask(self.x, plan(calibration))
-        weight = self.cascade.weight
-        whole = weight.numel() * weight.element_size()
-        read = asked.bytes_read.double() + (asked.state != 0) * whole
-        return asked, right(asked, self.exact, calibration), float(read.mean()) / whole
+        read = asked.bytes_read.double() + (asked.state != 0) * self.whole
+        return asked, right(asked, self.exact, calibration), float(read.mean()) / self.whole
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the weight."""
+        return self.cascade.weight.numel() * self.cascade.weight.element_size()
 
 
 def calibrate(
@@ -191,7 +195,7 @@ def calibrate(
 ) -> CascadeCalibration:
     """Fit preview, correction and width on queries times beta.
 
-    Some of the queries, at random, shape: they choose the preview that reads least, the correction of masses, and how
+    Some of the queries, at random, shape: they choose the preview that takes least, the correction of masses, and how
     much doubt about log Z goes with corrected mass. The others decide on the width. They are answered with widths from
     wide to narrow, and the score of a query is the least width down to which its answers are right. A width is wide
     enough if no more scores are above it than `allowed`; of those the one is taken with which least is read.
@@ -224,9 +228,10 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
                 low = middle
             else:
                 high = middle - 1
-        _, _, read = sample.ask(start._replace(first=first, width=WIDTHS[low]))
-        if read < best.read:
-            best = start._replace(first=first, width=WIDTHS[low], read=read)
+        asked, _, read = sample.ask(start._replace(first=first, width=WIDTHS[low]))
+        cost = read + ROW * float(asked.survivors.double().mean()) / sample.whole
+        if cost < best.read:
+            best = start._replace(first=first, width=WIDTHS[low], read=cost)
         progress("choosing a preview", 0.4 / previews)
     trials = []
     for correction in CORRECTIONS:
