@@ -377,7 +377,7 @@ def _take_turns(
     order = random.Random(seed)
     for point in points:
         point.ask(truth.queries[0], k)  # warm-up
-    for some in torch.arange(len(truth.queries)).split(stretch):
+    for some in torch.split(torch.arange(len(truth.queries)), stretch):
         order.shuffle(turns)
         for point, tally in turns:
             answers = []
