@@ -284,7 +284,7 @@ class Cascade:
         all_logits = torch.empty(batch, rows if dense else 0, dtype=self.dtype)
         queries, extended = x.numpy(), extend(x, self.beta, self._bias).numpy()
         places = zip(indices.numpy(), logits.numpy(), all_logits.numpy(), strict=True)
-        with _one_at_a_time():
+        with one_at_a_time():
             scratch = self._scratch()
             found = [
                 kernels.ask(self._arrays, plan, query, longer, scratch, *place)
@@ -334,7 +334,7 @@ def raw_bits(values: Tensor) -> Any:
 _LOCK = threading.Lock()
 
 
-def _one_at_a_time() -> AbstractContextManager[object]:
+def one_at_a_time() -> AbstractContextManager[object]:
     """A lock, unless numba's threads can serve several callers at once (OpenMP and TBB can)."""
     from numba.np.ufunc.parallel import threading_layer
 

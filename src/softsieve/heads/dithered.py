@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve.heads.cascade import _one_at_a_time, raw_bits
+from softsieve.heads.cascade import one_at_a_time, raw_bits
 from softsieve.heads.coordinates import Answer, Problem
 from softsieve.heads.reader import Reader
 from softsieve.kernels import dithered_numba as kernels
@@ -178,7 +178,7 @@ class Dithered:
         dtype = self.index.scale.dtype
         bias = (torch.zeros(0) if problem.bias is None else problem.bias).to(dtype).numpy()
         halves = half_widths(len(self.weight), self.weight.shape[1], delta)
-        with _one_at_a_time(), np.errstate(all="ignore"):
+        with one_at_a_time(), np.errstate(all="ignore"):
             found = [
                 _answer(Known(self, x, bias, halves), problem.k, problem.eps) for x in problem.x.contiguous().numpy()
             ]

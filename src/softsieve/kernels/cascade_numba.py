@@ -86,15 +86,16 @@ def _fetch(typingctx: Any, array: Any, row: Any) -> Any:
 
 @jit_fast
 def exp(value: float) -> float:
-    """e to a number of at most 80, to 1.5e-4; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
+    """e to a number of at most 80, to 1e-5; what is below e^-80 counts as that. Unlike math.exp, it vectorises."""
     scaled = np.float32(max(value, np.float32(-80.0))) * np.float32(LOG2E)
-    whole = np.floor(scaled)
-    rest = scaled - whole
-    # The best cubic for 2^rest in [0, 1], relatively.
-    series = np.float32(0.0790199)
-    series = series * rest + np.float32(0.2241264)
-    series = series * rest + np.float32(0.6967189)
-    series = series * rest + np.float32(0.9998987)
+    whole = np.floor(scaled + np.float32(0.5))
+    rest = (scaled - whole) * np.float32(0.6931471805599453)  # within 0.35
+    series = np.float32(1 / 120)
+    series = series * rest + np.float32(1 / 24)
+    series = series * rest + np.float32(1 / 6)
+    series = series * rest + np.float32(0.5)
+    series = series * rest + np.float32(1.0)
+    series = series * rest + np.float32(1.0)
     return series * _power_of_two(np.int32(whole))
 
 

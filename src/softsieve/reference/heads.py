@@ -54,7 +54,7 @@ def dithered(row: Tensor, scale: float, dither: Tensor) -> Tensor:
 class CascadeAnswer(NamedTuple):
     """What `cascade` finds. Rows that are no finalists have estimates."""
 
-    state: str  # "answered", "drifted" or "expensive": only in the first there is an answer
+    state: str  # "answered", "drifted", "expensive" or "short": only in the first case there is an answer
     indices: Tensor  # (k,)
     logits: Tensor  # (k,), exact
     log_z: float
@@ -90,6 +90,10 @@ def cascade(
 ) -> CascadeAnswer:
     """One query through a preview, tiers of longer codes and exact rows, each row by itself.
 
+    A row stays while its estimate with ``width`` deviations reaches what it takes to be among the top k, half way from
+    the k-th best estimate to the k-th largest logit of the rows with the best ones, or the part of the normaliser that
+    matters, whichever is less. With a width so small that fewer than k rows stay, nothing is answered ("short").
+
     A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]``, with beta as one more
     coordinate of x if there is a bias.
 
@@ -106,7 +110,7 @@ def cascade(
     exact = logits(weight, x, bias, beta=beta)
     extended = beta * (x.double() if bias is None else torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]))
     terms = codes.double() * (projection.double() @ extended)
-    first, closest, none = lengths[0], math.inf, torch.zeros(0, dtype=torch.int64)
+    first, closest = lengths[0], math.inf
 
     def look(level: int) -> tuple[Tensor, Tensor, float]:
         """Estimates of all rows, the deviations of their errors, and the scale of these on the probes."""
@@ -115,17 +119,26 @@ def cascade(
         scale = float(errors.square().mean().sqrt())
         return estimates, scale * deviations[level].double(), scale
 
+    def no_answer(state: str) -> CascadeAnswer:
+        none = torch.zeros(0, dtype=torch.int64)
+        return CascadeAnswer(state, none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
+
     estimates, deviation, scale = look(0)
     read = (first + 1) * e * 2 + len(probes) * (d * item + first + 1)
     entries = len(probes) * (d + first)
     if not low <= scale <= high:
-        return CascadeAnswer("drifted", none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
+        return no_answer("drifted")
     read, entries = read + n * (first + 1), entries + n * first
     shift, rounding = float(estimates.max()), 1e-6 * abs(float(estimates.max()))
+    if k:
+        ahead = estimates >= estimates.topk(min(k + 8, n)).values[-1]
+        sure = float(exact[ahead].topk(k).values[-1])
+        read, entries = read + int(ahead.sum()) * d * item, entries + int(ahead.sum()) * d
     for lowered in range(8):
         known, there = first, 0
-        values, margins = estimates, width * deviation
-        dense, added = values + correction * deviation.square(), correction * deviation.square()  # of the last estimate
+        values, now = estimates, deviation
+        added = correction * deviation.square()
+        dense = values + added  # with `added`, of the last estimate of each row
         left = torch.ones(n, dtype=torch.bool)
         for level in range(len(lengths)):
             if level:
@@ -133,30 +146,31 @@ def cascade(
                 cost = (longer - known) * e * 2 + count * (longer - there + 1)
                 if longer < 2 * known or 2 * cost > count * d * item:
                     continue
-                values, deviation_now, _ = look(level)
-                margins = width * deviation_now
-                dense = torch.where(left, values + correction * deviation_now.square(), dense)
-                added = torch.where(left, correction * deviation_now.square(), added)
+                values, now, _ = look(level)
+                added = torch.where(left, correction * now.square(), added)
+                dense = torch.where(left, values + added, dense)
                 read += cost + len(probes) * (longer - there + 1)
                 entries += (count + len(probes)) * (longer - there)
                 known = there = longer
             bound = float(dense.logsumexp(0)) + floor
             if k:
-                bound = min(bound, float(values[left].topk(k).values[-1]))
-            reach = values + margins - (bound - lowered - rounding)
+                best = float(values[left].topk(k).values[-1])
+                bound = min(bound, (best + max(best, sure)) / 2)
+            reach = values + width * now - (bound - lowered - rounding)
             closest = min(closest, float(reach[left].abs().min()))
             left = left & (reach >= 0)
+            if int(left.sum()) < k:
+                return no_answer("short")
         count = int(left.sum())
         if 2 * count > n:
             break
         read, entries = read + count * d * item, entries + count * d
         dense = torch.where(left, exact, dense)
-        doubtful = (added.clamp_max(1) * (dense - shift).exp())[~left].sum()
-        half = float(doubt * doubtful / (dense - shift).exp().sum())
+        masses = (dense - shift).exp()
+        half = float(doubt * (masses * added.clamp_max(1))[~left].sum() / masses.sum())
         closest = min(closest, abs(half - tolerance))
         if half <= tolerance:
-            rows = left.nonzero()[:, 0]
-            best, order = exact[rows].topk(k)
-            log_z = float(dense.logsumexp(0))
-            return CascadeAnswer("answered", rows[order], best, log_z, half, entries, read, scale, rows, dense, closest)
-    return CascadeAnswer("expensive", none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
+            rows, log_z = left.nonzero()[:, 0], float(dense.logsumexp(0))
+            top, order = exact[rows].topk(k)
+            return CascadeAnswer("answered", rows[order], top, log_z, half, entries, read, scale, rows, dense, closest)
+    return no_answer("expensive")

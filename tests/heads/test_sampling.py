@@ -1,0 +1,312 @@
+"""Drawing classes: how often each comes, from logits and from heads; and the logits that heads draw from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from softsieve import AdaptiveSoftmax
+from softsieve.bench.synthetic_heads import make_head
+from softsieve.heads.sampling import draw
+from softsieve.reference.heads import topk_softmax
+
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+DRAWS = 10_000
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def as_often(drawn: Tensor, probability: Tensor) -> bool:
+    """Whether classes come as often as they should: chi-square at one in ten thousand, the rare ones taken together."""
+    counts = torch.bincount(drawn, minlength=len(probability)).double()
+    if bool(counts[probability == 0].any()):
+        return False
+    often = probability * len(drawn) >= 5
+    kept = [torch.cat([v[often], v[~often].sum()[None]]) for v in (counts, probability.double() * len(drawn))]
+    filled = kept[1] > 0
+    if int(filled.sum()) == 1:
+        return bool(kept[0][filled] == len(drawn))
+    expected = kept[1][filled] * (len(drawn) / kept[1][filled].sum())
+    return bool(chisquare(kept[0][filled], expected).pvalue > 1e-4)
+
+
+def nucleus(probability: Tensor, top_p: float) -> Tensor:
+    """The fewest largest that have this much together, made a distribution."""
+    kept, total = torch.zeros_like(probability), 0.0
+    for index in probability.argsort(descending=True).tolist():
+        if total >= top_p:
+            break
+        kept[index] = probability[index]
+        total += float(probability[index])
+    return kept / kept.sum()
+
+
+# -- from logits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [None, 1.0, 0.9, 0.5, 1e-9])
+def test_draw(temperature: float, top_p: float | None) -> None:
+    logits = 2 * torch.randn(40, generator=generator())
+    found = draw((logits / temperature).expand(DRAWS, -1), top_p, generator(1))
+    probability = (logits.double() / temperature).softmax(-1)
+    assert as_often(found, nucleus(probability, 1.0 if top_p is None else top_p))
+    assert not as_often(found, (logits.double() / temperature * 0.8).softmax(-1))
+
+
+def test_rows_are_drawn_by_themselves() -> None:
+    logits = torch.full((2, 3, 5), -torch.inf)
+    wanted = torch.tensor([[0, 3, 4], [2, 2, 1]])
+    logits.scatter_(-1, wanted[..., None], 1.0)
+    for top_p in (None, 0.5):
+        assert torch.equal(draw(logits, top_p, None), wanted)
+    assert draw(logits[0, 0], None, None).shape == ()
+    assert draw(logits, 0.5, None).dtype == torch.int64
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-3, 0.3])
+def test_at_least_one(top_p: float) -> None:
+    logits = torch.tensor([0.0, 0.5, -1.0]).expand(100, -1)
+    assert draw(logits, top_p, None).eq(1).all()
+
+
+def test_the_last_of_a_nucleus() -> None:
+    """Those before it have less than top_p, with it they have at least that."""
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().expand(2000, -1)
+    for top_p, classes in ((0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.76, 3), (0.99, {0, 1, 2, 3})):
+        found = set(draw(logits, top_p, generator()).tolist())
+        assert found == classes or len(found) == classes
+
+
+# -- from heads --------------------------------------------------------------------------------------------------------
+
+
+def head(method: str, **options: Any) -> tuple[AdaptiveSoftmax, Tensor]:
+    """A head and a query that it answers from a part of the weight, if it can."""
+    weight, x, _ = make_head(500, 64, rank=8, calibration=420, test=1)
+    made = AdaptiveSoftmax(weight.float(), delta=0.1, method=method, **options)
+    if method != "cascade":
+        return made, x[0]
+    made.build(x[:150])
+    made.calibrate(x[150:400], [1, 12], generator=generator())
+    new = x[400:]
+    truth = topk_softmax(made.weight, new, 12)
+    fine = ~made.topk(new, 12).exact & (truth.probs[:, 0] < 0.5)
+    for k in (1, 12):
+        fine &= (made.topk(new, k).indices == truth.indices[:, :k]).all(-1)
+    return made, new[fine][0]
+
+
+@pytest.fixture(scope="module")
+def cascade() -> tuple[AdaptiveSoftmax, Tensor]:
+    return head("cascade")
+
+
+SETTINGS = [
+    (temperature, top_k, top_p)
+    for temperature in (0.5, 1.0, 2.0)
+    for top_k, top_p in (
+        (None, None),
+        (12, None),
+        (5, None),
+        (1, None),
+        (None, 0.8),
+        (None, 1e-6),
+        (12, 0.8),
+        (500, 0.5),
+    )
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS[::3])
+def test_sample_exactly(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    made, x = head("exact")
+    found = made.sample(x.expand(3000, -1), temperature, top_k, top_p, generator=generator())
+    assert as_often(found, expected(topk_softmax(made.weight, x, 500).logits, made, x, temperature, top_k, top_p))
+
+
+def expected(
+    logits: Tensor, made: AdaptiveSoftmax, x: Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """The exact distribution over all rows."""
+    rows = topk_softmax(made.weight, x, 500).indices
+    kept = (logits / temperature)[: top_k or 500].softmax(-1)
+    kept = nucleus(kept, top_p or 1.0)
+    return torch.zeros(500, dtype=torch.float64).index_put((rows[: len(kept)],), kept)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [s for s in SETTINGS if s[1] and s[1] <= 12])
+def test_sample_of_a_cascade_among_the_largest(
+    temperature: float, top_k: int, top_p: float | None, cascade: tuple[AdaptiveSoftmax, Tensor]
+) -> None:
+    """Exact in distribution: all of them are read."""
+    made, x = cascade
+    truth = topk_softmax(made.weight, x, 500)
+    assert torch.equal(made.topk(x, 12).indices, truth.indices[:12])
+    found = made.sample(x.expand(DRAWS, -1), temperature, top_k, top_p, generator=generator())
+    assert as_often(found, expected(truth.logits, made, x, temperature, top_k, top_p))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_sample_of_a_cascade(temperature: float, top_p: float | None, cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    """By its logits; among rows that are read in full by the exact ones."""
+    made, x = cascade
+    drawn = made.sample(x.expand(DRAWS, -1), temperature, None, top_p, generator=generator())
+    logits = made.logits(x).double()
+    assert as_often(drawn, nucleus((logits / temperature).softmax(-1), top_p or 1.0))
+    exact = made.weight.double() @ x.double()
+    refined = (logits - exact).abs() < 1e-5
+    assert 12 <= int(refined.sum()) < 250
+    among = (exact / temperature).softmax(-1) * refined
+    if top_p is None:
+        assert as_often(drawn[refined[drawn]], among / among.sum())
+
+
+def test_seeds(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    for options in ({}, {"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}, {"temperature": 3.0}):
+        one, same, other = (
+            made.sample(x.expand(200, -1), generator=generator(seed), **options)  # type: ignore[arg-type]
+            for seed in (1, 1, 2)
+        )
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+    torch.manual_seed(5)
+    one = made.sample(x.expand(200, -1))
+    torch.manual_seed(5)
+    assert torch.equal(one, made.sample(x.expand(200, -1)))
+
+
+def test_shapes(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    for top_k in (None, 3):
+        for leading in ((), (1,), (2, 3)):
+            found = made.sample(x.expand(*leading, -1), top_k=top_k)
+            assert found.shape == leading
+            assert found.dtype == torch.int64
+    assert made.logits(x.expand(2, 3, -1)).shape == (2, 3, 500)
+    assert made.logits(x).shape == (500,)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.2}])
+def test_no_temperature_is_greedy(options: dict[str, Any], cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    best = int((made.weight @ x).argmax())
+    for number in (0, 0.0):
+        assert made.sample(x.expand(50, -1), number, **options).eq(best).all()
+    for tiny in (1e-3, 1e-20):
+        assert made.sample(x.expand(50, -1), tiny, **options).eq(best).all(), tiny
+
+
+def test_a_temperature_that_takes_logits_beyond_their_dtype(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    assert made.sample(x.expand(50, -1), 1e-38).eq(int((made.weight @ x).argmax())).all()
+
+
+def test_high_temperature_is_uniform(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    found = made.sample(x.expand(DRAWS, -1), 1e30, 12, generator=generator())
+    assert as_often(found, torch.zeros(500).index_fill(0, topk_softmax(made.weight, x, 12).indices, 1 / 12))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"temperature": -1}, ValueError, r"temperature: expected a number in \[0, 1e\+30\], found -1"),
+        ({"temperature": math.nan}, ValueError, "temperature: "),
+        ({"temperature": math.inf}, ValueError, "temperature: "),
+        ({"temperature": "hot"}, TypeError, "temperature: expected a number, found str"),
+        ({"temperature": True}, TypeError, "temperature: "),
+        ({"top_k": 0}, ValueError, r"top_k: expected an int in \[1, 500\], found 0"),
+        ({"top_k": 501}, ValueError, "top_k: "),
+        ({"top_k": 2.0}, TypeError, "top_k: expected an int, found float"),
+        ({"top_p": 0}, ValueError, r"top_p: expected a number in \(0, 1\], found 0"),
+        ({"top_p": 1.01}, ValueError, "top_p: "),
+        ({"top_p": math.nan}, ValueError, "top_p: "),
+        ({"top_p": "most"}, TypeError, "top_p: "),
+        ({"x": torch.zeros(3)}, ValueError, r"x: expected shape \(\.\.\., 64\), found \(3,\)"),
+        ({"x": torch.full((64,), math.nan)}, ValueError, "x: expected finite"),
+    ],
+)
+@pytest.mark.parametrize("method", ["exact", "cascade"])
+def test_refused(
+    arguments: dict[str, Any],
+    error: type[Exception],
+    says: str,
+    method: str,
+    cascade: tuple[AdaptiveSoftmax, Tensor],
+) -> None:
+    made = cascade[0] if method == "cascade" else head("exact")[0]
+    with pytest.raises(error, match=says):
+        made.sample(**{"x": cascade[1], **arguments})
+
+
+def test_what_is_not_calibrated(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    with pytest.raises(RuntimeError, match="not calibrated for k = 13"):
+        made.sample(x, top_k=13)
+    with pytest.raises(RuntimeError, match="no index yet"):
+        AdaptiveSoftmax(made.weight, method="cascade").sample(x)
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_those_that_the_answer_rests_on(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    """Exact where rows were read; together the normaliser of `topk`."""
+    made, _ = cascade
+    _, _, x = make_head(500, 64, rank=8, calibration=420, test=60)
+    logits, answer = made.logits(x), made.topk(x, 12)
+    torch.testing.assert_close(logits.double().logsumexp(-1), answer.log_z.double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits.gather(-1, answer.indices), answer.logits, rtol=1e-6, atol=1e-6)
+    exact = x.double() @ made.weight.double().T
+    off = (logits - exact).abs()
+    assert float(off[answer.exact].max() if answer.exact.any() else 0.0) < 1e-4
+    read = (off < 1e-5).sum(-1)[~answer.exact]
+    assert int(read.min()) >= 12
+    assert int(read.max()) <= 250  # of more, all would be read
+    estimated = off[~answer.exact]
+    assert 0.02 < float(estimated[estimated > 1e-5].square().mean().sqrt()) < 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "exact"}, {"method": "auto"}, {"method": "coordinates", "guarantee": "pac"}, {"guarantee": "pac"}],
+    ids=str,
+)
+def test_logits_of_other_methods(options: dict[str, Any]) -> None:
+    g = generator()
+    weight, bias, x = torch.randn(30, 8, generator=g), torch.randn(30, generator=g), torch.randn(4, 8, generator=g)
+    found = AdaptiveSoftmax(weight, bias, beta=0.7, **options).logits(x)
+    torch.testing.assert_close(found, 0.7 * (x @ weight.T + bias))
+
+
+def test_logits_of_queries_of_another_kind(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    """Are exact; the others of the batch stay what they are."""
+    made, x = cascade
+    both = torch.stack([x, 30 * x, x])
+    found = made.logits(both)
+    torch.testing.assert_close(found[1], 30 * (made.weight @ x), rtol=1e-5, atol=1e-4)
+    assert torch.equal(found[0], made.logits(x))
+    assert torch.equal(found[2], found[0])
+
+
+def test_the_largest_k_decides(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    made, x = cascade
+    exact = made.weight.double() @ x.double()
+    best = exact.topk(12).indices
+    assert float((made.logits(x) - exact)[best].abs().max()) < 1e-4
+    other = AdaptiveSoftmax(made.weight, delta=0.1, method="cascade")
+    other._use(made.index)  # type: ignore[arg-type]
+    other.calibrations = {1: made.calibrations[1]}
+    logits = other.logits(x)
+    torch.testing.assert_close(logits.double().logsumexp(-1), other.topk(x, 1).log_z.double(), rtol=0, atol=1e-4)
+    assert not torch.equal(logits, made.logits(x))
