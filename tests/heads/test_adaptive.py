@@ -286,7 +286,11 @@ def test_log_partition_at_the_ends_of_its_interval() -> None:
         ({"delta": 1}, ValueError, "delta: "),
         ({"delta": -0.1}, ValueError, "delta: "),
         ({"beta": float("inf")}, ValueError, "beta: "),
-        ({"method": "fast"}, ValueError, "method: expected one of 'auto', 'exact', 'coordinates', 'cascade', found 'fast'"),
+        (
+            {"method": "fast"},
+            ValueError,
+            "method: expected one of 'auto', 'exact', 'coordinates', 'cascade', found 'fast'",
+        ),
         ({"guarantee": "none"}, ValueError, "guarantee: "),
         ({"noise": 1.0}, ValueError, "noise: expected None"),
         ({"noise": -1.0, "guarantee": "pac"}, ValueError, "noise: "),

@@ -64,7 +64,7 @@ def test_basis(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = generator(size)
     scale = torch.logspace(0, -1, size)
     rows, queries = (torch.randn(count, size, generator=g) * scale @ mixed(size, g) for count in (300, 400))
-    found = joint_basis(second_moment([queries], size), second_moment(rows.split(70), size))
+    found = joint_basis(second_moment([queries], size), second_moment(torch.split(rows, 70), size))
     expand, project = found.expand.double(), found.project.double()
     torch.testing.assert_close(expand @ project, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-4)
     y, turned = queries.double() @ project.T, rows.double() @ expand
@@ -78,7 +78,8 @@ def test_basis(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixed(size: int, g: torch.Generator) -> Tensor:
-    return torch.linalg.qr(torch.randn(size, size, generator=g)).Q
+    turned: Tensor = torch.linalg.qr(torch.randn(size, size, generator=g)).Q
+    return turned
 
 
 def test_basis_of_nothing() -> None:
@@ -92,7 +93,7 @@ def test_basis_of_nothing() -> None:
 def test_moments() -> None:
     x = torch.randn(50, 3, generator=generator())
     moments = Moments(3)
-    for part in x.split([1, 20, 29]):
+    for part in torch.split(x, [1, 20, 29]):
         moments.update(part)
     assert moments.count == 50
     torch.testing.assert_close(moments.mean, x.T.double() @ x.double() / 50, rtol=1e-6, atol=1e-6)

@@ -147,6 +147,7 @@ def asked(logits: list[float], log_z: float, half: float = 1.0, state: int = 0) 
         one,
         one,
         torch.ones(1, dtype=torch.float64),
+        one,
         torch.zeros(1, 0),
     )
 
@@ -505,7 +506,7 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_seconds() -> None:
-    calls = []
+    calls: list[Tensor] = []
     assert cascade_calibration._seconds(calls.append, torch.zeros(1)) >= 0
     assert len(calls) == 5
 

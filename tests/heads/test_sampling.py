@@ -173,10 +173,7 @@ def test_sample_of_a_cascade(temperature: float, top_p: float | None, cascade: t
 def test_seeds(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
     made, x = cascade
     for options in ({}, {"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}, {"temperature": 3.0}):
-        one, same, other = (
-            made.sample(x.expand(200, -1), generator=generator(seed), **options)  # type: ignore[arg-type]
-            for seed in (1, 1, 2)
-        )
+        one, same, other = (made.sample(x.expand(200, -1), generator=generator(seed), **options) for seed in (1, 1, 2))
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
     torch.manual_seed(5)
@@ -305,7 +302,7 @@ def test_the_largest_k_decides(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
     best = exact.topk(12).indices
     assert float((made.logits(x) - exact)[best].abs().max()) < 1e-4
     other = AdaptiveSoftmax(made.weight, delta=0.1, method="cascade")
-    other._use(made.index)  # type: ignore[arg-type]
+    other._use(made.index)
     other.calibrations = {1: made.calibrations[1]}
     logits = other.logits(x)
     torch.testing.assert_close(logits.double().logsumexp(-1), other.topk(x, 1).log_z.double(), rtol=0, atol=1e-4)

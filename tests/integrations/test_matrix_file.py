@@ -76,7 +76,7 @@ def test_tensors_that_are_not_there(options: dict[str, str], says: str, tmp_path
 class Trap:
     """What must not happen when a file is read."""
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
         return Path.touch, (Path("executed"),)
 
 

@@ -456,7 +456,7 @@ def made(
 
 
 def compare(head: Made, x: Tensor, plan: Plan) -> str | None:
-    """Refuse what is not the reference's; its state, or None where rounding may decide otherwise or it has no k rows."""
+    """Refuse what is not the reference's; its state, or None where rounding may decide or it has no k rows."""
     found, top, logits, dense, finalists = head.ask(x, plan, dense=True)
     right = head.reference(x, plan)
     if right.closest < 3e-5 or right.state == "short":

@@ -77,7 +77,7 @@ def calibrate(
         check_place(place := out or index)
         import torch
 
-        from softsieve.heads import AdaptiveSoftmax, CascadeCalibration
+        from softsieve.heads import AdaptiveSoftmax
         from softsieve.integrations import matrix_file
 
         loaded = AdaptiveSoftmax.load(index)
@@ -86,8 +86,7 @@ def calibrate(
         with _progress() as (console, progress):
             fitted = loaded.calibrate(sample, k, generator=torch.Generator().manual_seed(seed), progress=progress)
         loaded.save(place)
-        for one in fitted if isinstance(fitted, list) else [fitted]:
-            assert isinstance(one, CascadeCalibration)  # noqa: S101
+        for one in fitted:
             known = (
                 f"reads {one.read:.2%} of the weight"
                 if one.width < math.inf

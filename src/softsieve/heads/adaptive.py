@@ -108,6 +108,10 @@ class AdaptiveSoftmax:
         _checks.whole_number("seed", seed, -(2**63), 2**63 - 1)
         if method == "cascade":
             _on_cpu(weight)
+            if not read_chosen:
+                raise ValueError(
+                    "read_chosen: expected True, because a cascade reads the chosen rows in full, found False"
+                )
         if noise is not None and guarantee != "pac":
             raise ValueError("noise: expected None, because a calibrated guarantee declares nothing, found a number")
         if method != "coordinates" and (noise is not None or rotate):
@@ -271,7 +275,7 @@ class AdaptiveSoftmax:
         *,
         generator: torch.Generator | None = None,
         progress: Report = in_silence,
-    ) -> Calibration | CascadeCalibration | list[Calibration | CascadeCalibration]:
+    ) -> Any:
         """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
 
         Warns when there are too few for ``delta``: then nothing can be promised from a part, and everything is read.
@@ -282,6 +286,9 @@ class AdaptiveSoftmax:
             k: the one that will be asked for, or several. A cascade also answers smaller ones than a calibrated one.
             generator: of everything that is drawn.
             progress: told what is being done, and the share of the whole that just was.
+
+        Returns:
+            The `Calibration` or, for a cascade, `CascadeCalibration`; a list of them for several k.
         """
         if self.guarantee != "calibrated" or self.method == "exact":
             raise ValueError(
@@ -540,10 +547,11 @@ class AdaptiveSoftmax:
         return self._cascade
 
     def _dithered_codes(self) -> Dithered:
-        if self._dithered is None:
-            from softsieve.heads.dithered import Dithered
+        if self._dithered is None or self._versions != self._now():
+            from softsieve.heads.dithered import Dithered  # needs numba
 
-            self._dithered = Dithered(self.weight, seed=self.seed)
+            # What it takes is a pass over the weight, and nothing was fitted that a change could break.
+            self._dithered, self._versions = Dithered(self.weight, seed=self.seed), self._now()
         return self._dithered
 
     # -- files ---------------------------------------------------------------------------------------------------------

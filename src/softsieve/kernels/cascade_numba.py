@@ -254,6 +254,7 @@ class Found(NamedTuple):
     bytes_read: int
     scale: float  # of the errors of the preview
     survivors: int  # of the preview
+    finalists: int  # the first so many of the rows in scratch, whose logits are exact
 
 
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
@@ -523,10 +524,10 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     read = (length + 1) * extended.size * 2 + probes.size * (d * item + length + 1)
     entries = probes.size * (d + length)
     if _changed(index.weight, probes, index.samples):
-        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0)
+        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0, 0)
     measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
     if not (plan.low <= measured <= plan.high and math.isfinite(measured)):
-        return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0)
+        return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0, 0)
 
     # The preview: estimates and masses of all rows.
     unit = measured * step
@@ -636,6 +637,6 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
                 _sorted_top(exact, rows, top, logits)
             for r in range(count if dense.size else 0):
                 dense[rows[r]] = exact[r]
-            return Found(ANSWERED, math.log(total) + highest, half, entries, read, measured, survivors)
+            return Found(ANSWERED, math.log(total) + highest, half, entries, read, measured, survivors, count)
         lowered += 1.0
-    return Found(EXPENSIVE, 0.0, 0.0, entries, read, measured, survivors)
+    return Found(EXPENSIVE, 0.0, 0.0, entries, read, measured, survivors, 0)
