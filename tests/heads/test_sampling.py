@@ -302,7 +302,7 @@ def test_the_largest_k_decides(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
     best = exact.topk(12).indices
     assert float((made.logits(x) - exact)[best].abs().max()) < 1e-4
     other = AdaptiveSoftmax(made.weight, delta=0.1, method="cascade")
-    other._use(made.index)
+    other._use(made._built().index)
     other.calibrations = {1: made.calibrations[1]}
     logits = other.logits(x)
     torch.testing.assert_close(logits.double().logsumexp(-1), other.topk(x, 1).log_z.double(), rtol=0, atol=1e-4)
