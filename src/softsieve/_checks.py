@@ -122,7 +122,7 @@ def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
 def finite(name: str, value: Tensor) -> None:
     """Refuse NaN and infinity."""
     # A finite sum says it, without a temporary of the size of the tensor.
-    if not math.isfinite(float(value.sum(dtype=torch.float64))) and not bool(value.isfinite().all()):
+    if not math.isfinite(float(value.detach().sum(dtype=torch.float64))) and not bool(value.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
 
 

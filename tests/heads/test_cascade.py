@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.bench.synthetic_heads import make_head
-from softsieve.heads import TopK, basis, cascade
+from softsieve.heads import TopK, basis, cascade, cascade_calibration
 from softsieve.heads.basis import Moments, joint_basis, second_moment
 from softsieve.heads.cascade import BLOCK, PROBES, SAMPLES, SPREADS, Cascade, Index, checksums, extend, lengths
 from softsieve.heads.cascade_answers import WeightChanged
@@ -28,6 +28,12 @@ from tests.heads.instances import gaussian, plausible, right
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
 
 N, D, DELTA, EPS = 1100, 130, 0.1, 0.3
+
+
+@pytest.fixture(autouse=True)
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrations do not measure how long a batch takes."""
+    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
 
 
 def generator(seed: int = 0) -> torch.Generator:

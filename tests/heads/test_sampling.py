@@ -55,7 +55,7 @@ def nucleus(probability: Tensor, top_p: float) -> Tensor:
 @pytest.mark.parametrize("top_p", [None, 1.0, 0.9, 0.5, 1e-9])
 def test_draw(temperature: float, top_p: float | None) -> None:
     logits = 2 * torch.randn(40, generator=generator())
-    found = draw((logits / temperature).expand(DRAWS, -1), top_p, generator(1))
+    found = draw(logits.expand(DRAWS, -1), temperature, top_p, generator(1))
     probability = (logits.double() / temperature).softmax(-1)
     assert as_often(found, nucleus(probability, 1.0 if top_p is None else top_p))
     assert not as_often(found, (logits.double() / temperature * 0.8).softmax(-1))
@@ -66,22 +66,22 @@ def test_rows_are_drawn_by_themselves() -> None:
     wanted = torch.tensor([[0, 3, 4], [2, 2, 1]])
     logits.scatter_(-1, wanted[..., None], 1.0)
     for top_p in (None, 0.5):
-        assert torch.equal(draw(logits, top_p, None), wanted)
-    assert draw(logits[0, 0], None, None).shape == ()
-    assert draw(logits, 0.5, None).dtype == torch.int64
+        assert torch.equal(draw(logits, 1.0, top_p, None), wanted)
+    assert draw(logits[0, 0], 1.0, None, None).shape == ()
+    assert draw(logits, 1.0, 0.5, None).dtype == torch.int64
 
 
 @pytest.mark.parametrize("top_p", [1e-30, 1e-3, 0.3])
 def test_at_least_one(top_p: float) -> None:
     logits = torch.tensor([0.0, 0.5, -1.0]).expand(100, -1)
-    assert draw(logits, top_p, None).eq(1).all()
+    assert draw(logits, 1.0, top_p, None).eq(1).all()
 
 
 def test_the_last_of_a_nucleus() -> None:
     """Those before it have less than top_p, with it they have at least that."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().expand(2000, -1)
     for top_p, classes in ((0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.76, 3), (0.99, {0, 1, 2, 3})):
-        found = set(draw(logits, top_p, generator()).tolist())
+        found = set(draw(logits, 1.0, top_p, generator()).tolist())
         assert found == classes or len(found) == classes
 
 
@@ -250,7 +250,7 @@ def test_what_is_not_calibrated(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None
     made, x = cascade
     with pytest.raises(RuntimeError, match="not calibrated for k = 13"):
         made.sample(x, top_k=13)
-    with pytest.raises(RuntimeError, match="no index yet"):
+    with pytest.raises(RuntimeError, match="not calibrated for k = 1, found none"):
         AdaptiveSoftmax(made.weight, method="cascade").sample(x)
 
 

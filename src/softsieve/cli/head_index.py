@@ -13,6 +13,7 @@ import typer
 
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import check_place
+from softsieve.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,12 +78,22 @@ def calibrate(
         check_place(place := out or index)
         import torch
 
+        from softsieve import _checks as checks
         from softsieve.heads import AdaptiveSoftmax
         from softsieve.integrations import matrix_file
 
         loaded = AdaptiveSoftmax.load(index)
-        sample = torch.cat(list(matrix_file.read_queries(queries, corpus, "calibration", step=1 if every else -2)))
+        if loaded.index is None:
+            raise InputError(
+                f"{index}: expected what `softsieve head build` writes, found a head with method {loaded.method}"
+            )
+        parts = list(matrix_file.read_queries(queries, corpus, "calibration", step=1 if every else -2))
         test = list(matrix_file.read_queries(queries, corpus, "test", step=1, missing=True))
+        for part in (*parts, *test):
+            checks.queries("queries", part, loaded.weight)
+        if not parts:
+            raise InputError(f"{queries}: queries: expected some, found none")
+        sample = torch.cat(parts)
         with _progress() as (console, progress):
             fitted = loaded.calibrate(sample, k, generator=torch.Generator().manual_seed(seed), progress=progress)
         loaded.save(place)
@@ -121,7 +132,10 @@ def query(
         from softsieve.integrations import matrix_file
 
         loaded = AdaptiveSoftmax.load(index)
-        states = next(matrix_file.read_queries(queries, corpus, "test", step=1))[:count]
+        states = next(matrix_file.read_queries(queries, corpus, "test", step=1), None)
+        if states is None:
+            raise InputError(f"{queries}: queries: expected some, found none")
+        states = states[:count]
         whole = loaded.weight.numel() * loaded.weight.element_size()
         table = Table(title=f"top {k} with eps {loaded.eps:g}, delta {loaded.delta:g}")
         for column in ("query", "rows", "probabilities", "log Z", "bytes", "ms"):

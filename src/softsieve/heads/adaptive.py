@@ -236,8 +236,8 @@ class AdaptiveSoftmax:
             return self.topk(x, 1, generator=generator).indices[..., 0]
         if top_k is not None:
             best = self.topk(x, top_k, generator=generator)
-            return best.indices.gather(-1, draw(best.logits / temperature, top_p, generator)[..., None])[..., 0]
-        return draw(self.logits(x) / temperature, top_p, generator)
+            return best.indices.gather(-1, draw(best.logits, temperature, top_p, generator)[..., None])[..., 0]
+        return draw(self.logits(x), temperature, top_p, generator)
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
@@ -396,6 +396,8 @@ class AdaptiveSoftmax:
         if int(chosen.min()) < 0 or int(chosen.max()) >= len(self.weight):
             raise ValueError(f"rows: expected numbers in [0, {len(self.weight) - 1}], found {rows}")
         _checks.finite("weight", self.weight[chosen])
+        if self.bias is not None:
+            _checks.finite("bias", self.bias[chosen])
         others = self._changed_rows()
         others = others[~torch.isin(others, chosen)]
         if len(others):
@@ -618,8 +620,10 @@ class AdaptiveSoftmax:
         self.calibrations[k], self._bounds[k] = Calibration(scale, queries, self.delta), bounds
 
     def _restore_cascade(self, k: int, found: dict[str, Any]) -> None:
-        previews = len(self._built().index.steps)
-        self.calibrations[k] = cascade_calibration.restored(found, k=k, previews=previews)
+        if self.index is None:
+            raise ValueError(f"calibrations.{k}: expected an index with it, found none")
+        previews = len(self.index.steps)
+        self.calibrations[k] = cascade_calibration.restored(found, k=k, rows=len(self.weight), previews=previews)
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")

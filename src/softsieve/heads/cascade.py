@@ -258,7 +258,7 @@ class Cascade:
         raw = raw_bits(weight)
         self._arrays = kernels.Index(
             raw,
-            (torch.zeros(0) if bias is None else bias * beta).to(self.dtype).numpy(),
+            ((torch.zeros(0) if bias is None else bias).to(self.dtype) * beta).numpy(),
             raw_bits(index.project),
             index.centre.numpy(),
             torch.tensor(previews).numpy(),

@@ -46,21 +46,21 @@ class CascadeCalibration(NamedTuple):
     batch: int  # up to so many queries at a time the cascade was measured to be faster than the exact product
 
 
-def restored(found: dict[str, Any], *, k: int, previews: int) -> CascadeCalibration:
+def restored(found: dict[str, Any], *, k: int, rows: int, previews: int) -> CascadeCalibration:
     """A calibration from what a file says.
 
     Raises:
         TypeError, ValueError: when it cannot be one.
     """
-    kinds = {name: int if kind == "int" else float for name, kind in CascadeCalibration.__annotations__.items()}
-    if set(found) != set(kinds):
-        raise ValueError(f"calibrations.{k}: expected {sorted(kinds)}, found {sorted(found)}")
-    for name, kind in kinds.items():
-        if isinstance(found[name], bool) or not isinstance(found[name], int if kind is int else (int, float)):
-            raise TypeError(f"calibrations.{k}: {name}: expected a number, found {found[name]!r}")
-        if math.isnan(found[name]) or found[name] < 0:
-            raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {found[name]!r}")
-    if found["k"] != k or found["first"] >= previews:
+    if set(found) != set(CascadeCalibration._fields):
+        raise ValueError(f"calibrations.{k}: expected {sorted(CascadeCalibration._fields)}, found {sorted(found)}")
+    for name, value in found.items():
+        whole = name in ("k", "queries", "first", "batch")
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise TypeError(f"calibrations.{k}: {name}: expected a number, found {value!r}")
+        if math.isnan(value) or value < 0:
+            raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {value!r}")
+    if found["k"] != k or k > rows or found["first"] >= previews:
         raise ValueError(f"calibrations.{k}: made for another head")
     return CascadeCalibration(**found)
 
@@ -256,7 +256,7 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
 def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: Report) -> CascadeCalibration:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
-    widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, WIDTHS[-1])]
+    widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, 6.0)]  # few queries may have shaped
     # None of these queries is from elsewhere, so none is left out.
     everywhere = shape._replace(low=0.0, high=math.inf)
     count, wrong, low, high = len(sample.x), 0, shape.low, shape.high

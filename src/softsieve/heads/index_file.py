@@ -26,6 +26,7 @@ def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> N
     part = path.with_name(f".{path.name}.{os.getpid()}")
     metadata = {"format": FORMAT, "version": str(VERSION), "settings": json.dumps(settings)}
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
         with part.open("rb") as file:
             os.fsync(file.fileno())

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 
-def draw(logits: Tensor, top_p: float | None, generator: torch.Generator | None) -> Tensor:
-    """A class for every row of logits (..., n), from their softmax, (...) int64.
+def draw(logits: Tensor, temperature: float, top_p: float | None, generator: torch.Generator | None) -> Tensor:
+    """A class for every row of logits (..., n), from the softmax of logits / temperature, (...) int64.
 
     With ``top_p`` from the largest that have this much probability together, at least one.
 
     Example:
-        >>> draw(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), 0.5, None).tolist()
+        >>> draw(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), 1.0, 0.5, None).tolist()
         [1, 0]
     """
     flat = logits.reshape(-1, logits.shape[-1])
+    flat = (flat - flat.amax(-1, keepdim=True)) / temperature  # the largest is 0, whatever the temperature
     if top_p is not None and top_p < 1:
         ordered, order = flat.softmax(-1).sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered

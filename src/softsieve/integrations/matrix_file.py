@@ -60,10 +60,10 @@ def read_queries(
         names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
         if corpora:
             wanted = [f"{corpus}.{part}" for corpus in corpora]
-            for name in wanted:
+            for name in wanted if not missing else ():
                 if name not in names:
                     raise InputError(f"{path}: expected {name}, found {listed(file.keys())}")
-            names = wanted
+            names = [name for name in wanted if name in names]
         elif not names and not missing:
             names = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 2]  # noqa: SIM118
             if len(names) != 1:

@@ -22,7 +22,7 @@ SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
 LOG2E = 1.4426950408889634
 
-jit = numba.njit(nogil=True, cache=True)
+jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 jit_fast = numba.njit(nogil=True, cache=True, fastmath=True)  # sums and largest values vectorise; no infinities in them
 jit_parallel = numba.njit(nogil=True, cache=True, fastmath=True, parallel=True)
 
@@ -465,6 +465,15 @@ def _select(
     return total
 
 
+@jit_fast
+def _reaching(values: Any, near: Any, margin: float, level: float) -> int:
+    """How many rows reach the level."""
+    count = 0
+    for r in range(values.size):
+        count += values[r] + np.float32(margin) * near[r] >= np.float32(level)
+    return count
+
+
 @jit
 def _goal(best: float, sure: float) -> float:
     """What a row must reach to be among the top k: between the k-th best estimate and the logit that k rows have.
@@ -566,19 +575,22 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
 
     lowered, survivors = 0.0, 0
     for _ in range(PATIENCE):
-        level = min(_goal(best, sure), math.log(all_mass) + shift + plan.floor) - lowered - rounding
-        count = _select(
-            scratch.estimates,
-            spread,
-            plan.width * unit,
-            level,
-            scratch.reach,
-            scratch.counts,
-            scratch.marks,
-            scratch.rows,
-            scratch.values,
-            scratch.near,
-        )
+        least = math.log(all_mass) + shift + plan.floor
+        for goal in (_goal(best, sure), best):  # the second if fewer than k rows reach the first
+            count = _select(
+                scratch.estimates,
+                spread,
+                plan.width * unit,
+                min(goal, least) - lowered - rounding,
+                scratch.reach,
+                scratch.counts,
+                scratch.marks,
+                scratch.rows,
+                scratch.values,
+                scratch.near,
+            )
+            if count >= k:
+                break
         survivors += count
         rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
         mass, doubt = _sum_masses(values, near, unit, plan.correction, shift)
@@ -614,7 +626,12 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
                 _correct(values, rows, near, tier_unit, plan.correction, dense)
             bound = math.log(max(rest + mass, 1e-300)) + shift + plan.floor
             if k:
-                bound = min(bound, _goal(_kth(values, k), sure))
+                best_here = _kth(values, k)
+                goal = _goal(best_here, sure)
+                margin = plan.width * tier_unit
+                if _reaching(values, near, margin, min(bound, goal) - lowered - rounding) < k:
+                    goal = best_here
+                bound = min(bound, goal)
             count = _keep(values, rows, near, plan.width * tier_unit, bound - lowered - rounding)
             rows, values, near = rows[:count], values[:count], near[:count]
             kept_mass, kept_doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)

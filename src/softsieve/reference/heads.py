@@ -54,7 +54,7 @@ def dithered(row: Tensor, scale: float, dither: Tensor) -> Tensor:
 class CascadeAnswer(NamedTuple):
     """What `cascade` finds. Rows that are no finalists have estimates."""
 
-    state: str  # "answered", "drifted", "expensive" or "short": only in the first case there is an answer
+    state: str  # "answered", "drifted" or "expensive": only in the first case there is an answer
     indices: Tensor  # (k,)
     logits: Tensor  # (k,), exact
     log_z: float
@@ -92,7 +92,7 @@ def cascade(
 
     A row stays while its estimate with ``width`` deviations reaches what it takes to be among the top k, half way from
     the k-th best estimate to the k-th largest logit of the rows with the best ones, or the part of the normaliser that
-    matters, whichever is less. With a width so small that fewer than k rows stay, nothing is answered ("short").
+    matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate.
 
     A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]``, with beta as one more
     coordinate of x if there is a bias.
@@ -155,12 +155,13 @@ def cascade(
             bound = float(dense.logsumexp(0)) + floor
             if k:
                 best = float(values[left].topk(k).values[-1])
-                bound = min(bound, (best + max(best, sure)) / 2)
+                goal = (best + max(best, sure)) / 2
+                reach = values + width * now - (min(bound, goal) - lowered - rounding)
+                closest = min(closest, float(reach[left].abs().min()))
+                bound = min(bound, best if int((left & (reach >= 0)).sum()) < k else goal)
             reach = values + width * now - (bound - lowered - rounding)
             closest = min(closest, float(reach[left].abs().min()))
             left = left & (reach >= 0)
-            if int(left.sum()) < k:
-                return no_answer("short")
         count = int(left.sum())
         if 2 * count > n:
             break
