@@ -176,8 +176,9 @@ def test_a_bias_that_is_part_of_the_weight(tmp_path: Path) -> None:
 
 def test_nowhere_to_write(tmp_path: Path) -> None:
     head, _ = made()
+    (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
-        head.save(tmp_path / "no" / "folder")
+        head.save(tmp_path / "file" / "folder")
     with pytest.raises(InputError, match="cannot be written"):
         head.save(tmp_path)
 
