@@ -27,14 +27,15 @@ def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> N
     metadata = {"format": FORMAT, "version": str(VERSION), "settings": json.dumps(settings)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
+        try:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written: {first_line(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
