@@ -7,7 +7,9 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _installed() -> dict[str, str]:
+    """Versions of what a measurement may have used besides."""
+    names = ("numpy", "numba", "triton", "transformers", "faiss-cpu", "entmax", "liger-kernel", "cut-cross-entropy")
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def provenance() -> dict[str, Any]:
     """Commit, versions and machine of a measurement made now.
 
@@ -55,6 +67,7 @@ def provenance() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "softsieve": __version__,
+            **_installed(),
         },
         "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
