@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -296,6 +297,24 @@ def test_the_cascade_has_a_point_for_every_delta_and_one_calibration(monkeypatch
         ("cascade", 0.2, 60, [1, 2]),
         ("coordinates", 0.1, 26, [1, 2]),
     ]
+
+
+@pytest.mark.parametrize(("pooled", "expected"), [(False, [60, 60]), (True, [120])])
+def test_methods_are_fitted_to_each_text_or_to_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, pooled: bool, expected: list[int]
+) -> None:
+    seen: list[int] = []
+
+    def fit(layer: Layer, sample: Tensor, plan: suite.Plan) -> Iterator[Point]:
+        seen.append(len(sample))
+        yield from suite.RIVALS["exact fp32"](layer)
+
+    monkeypatch.setitem(suite.FITTED, "cascade", fit)
+    corpus = small_head().corpora["a"]
+    head = small_head(corpora={"a": corpus, "b": corpus})
+    results = measure(head, name="h", methods=["cascade"], ks=[1], pooled=pooled)
+    assert seen == expected
+    assert [result.corpus for result in results] == ["a"] * 3 + ["b"] * 3
 
 
 def test_the_cascade_reads_less_and_is_right() -> None:

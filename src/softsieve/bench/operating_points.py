@@ -408,6 +408,7 @@ def measure(
     deltas: Sequence[float] = DELTAS,
     calibration: int = 2000,
     test_queries: int = 500,
+    pooled: bool = False,
     stretch: int = 25,
     seed: int = 0,
     report: Report = in_silence,
@@ -423,6 +424,7 @@ def measure(
         eps: relative error that a probability may have.
         deltas: of "cascade", an operating point each; the first is that of other methods with a guarantee.
         calibration, test_queries: hidden states of each text, at most, spread evenly over its two parts.
+        pooled: fit methods to the states of all texts together instead of to those of each.
         stretch: queries that a method answers before it is the next one's turn; with 1 no cache is warm.
         seed: of everything that is drawn.
 
@@ -439,17 +441,22 @@ def measure(
         if method in RIVALS:
             report(f"building {method}", 0)
             fixed += RIVALS[method](layer)
-    results = []
-    for corpus in names:
-        sample, queries = (
-            spread(rows.float() * head.beta, count)
-            for rows, count in zip(head.corpora[corpus], (calibration, test_queries), strict=True)
-        )
-        points = list(fixed)
+    plan = Plan(ks, eps, deltas, seed)
+    samples, tests = (
+        [spread(head.corpora[corpus][part].float() * head.beta, count) for corpus in names]
+        for part, count in enumerate((calibration, test_queries))
+    )
+
+    def fitted(to: str, sample: Tensor) -> Iterator[Point]:
         for method in methods:
             if method in FITTED:
-                report(f"{corpus}: building {method}", 0)
-                points += FITTED[method](layer, sample, Plan(ks, eps, deltas, seed))
+                report(f"{to}: building {method}", 0)
+                yield from FITTED[method](layer, sample, plan)
+
+    shared = list(fitted("all texts", torch.cat(samples))) if pooled else []
+    results = []
+    for corpus, sample, queries in zip(names, samples, tests, strict=True):
+        points = [*fixed, *(shared if pooled else fitted(corpus, sample))]
         truth = Truth(layer, queries, k=max(ks), eps=eps)
         for k in ks:
             step = partial(report, f"{corpus}, top {k}", 1 / (len(queries) * len(ks) * len(names)))

@@ -35,6 +35,7 @@ def head_bench(
     delta: Deltas = [0.01, 0.1, 0.03],  # noqa: B006
     calibration: Annotated[int, typer.Option(min=1, help="states of each text to calibrate with, at most")] = 2000,
     test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 500,
+    pooled: Annotated[bool, typer.Option("--pooled", help="calibrate with the states of all texts together")] = False,
     stretch: Stretch = 25,
     threads: Threads = None,
     seed: Seed = 0,
@@ -55,6 +56,7 @@ def head_bench(
             "deltas": delta,
             "calibration": calibration,
             "test_queries": test_queries,
+            "pooled": pooled,
             "stretch": stretch,
             "seed": seed,
         }
