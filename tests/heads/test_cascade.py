@@ -661,7 +661,9 @@ def test_threads_that_are_parallel_themselves() -> None:
     engine = Cascade(index_of(weight, x), weight, None, 1.0)
     length = lengths(128)[0][-1]
     assert len(engine.index.columns) * BLOCK * length > ALONE
-    chosen = Plan(8, engine.previews - 1, 2.0, 0.5, math.log(0.01), 0.0, 1.0, 0.0, math.inf)
+    chosen = Plan(
+        8, engine.previews - 1, engine.previews - 1, math.inf, 2.0, 0.5, math.log(0.01), 0.0, 1.0, 0.0, math.inf
+    )
     alone = engine.ask(x, chosen)
     assert not alone.state.any()
     with ThreadPoolExecutor(8) as pool:

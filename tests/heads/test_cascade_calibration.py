@@ -20,12 +20,12 @@ from softsieve.errors import InputError
 from softsieve.heads import TopK, cascade_calibration, index_file
 from softsieve.heads.cascade import Asked, Index
 from softsieve.heads.cascade_answers import DriftWarning, WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration, Truth, allowed, half_width, needed, plan
+from softsieve.heads.cascade_calibration import CascadeCalibration, Truth, _cheapest, allowed, half_width, needed, plan
 from softsieve.reference import heads as reference
 from tests.heads.instances import Made, Maker, common, gaussian, heavy_tailed, peaked, plausible, right
 
 DELTA, EPS = 0.1, 0.3
-FIT = CascadeCalibration(2, EPS, DELTA, 99, 1.0, 0.5, 0, 3.0, 0.5, 1.0, 2.0, 0.0, math.inf, 4)
+FIT = CascadeCalibration(2, EPS, DELTA, 99, 1.0, 0.5, 0, 0, math.inf, 3.0, 0.5, 1.0, 2.0, 0.0, math.inf, 4)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -647,7 +647,8 @@ def test_probes_that_are_no_rows(row: int, content: Content, tmp_path: Path) -> 
     [
         ("3", {}, "calibrations.3: made for another head"),
         ("2", {"k": 3}, "calibrations.2: made for another head"),
-        ("2", {"first": 9}, "calibrations.2: made for another head"),
+        ("2", {"second": 9}, "calibrations.2: made for another head"),
+        ("2", {"first": 1, "second": 0}, "calibrations.2: made for another head"),
         ("2", {"width": None}, "calibrations.2: width: expected a number, found None"),
         ("2", {"width": "3"}, "calibrations.2: width: expected a number"),
         ("2", {"width": True}, "calibrations.2: width: expected a number"),
@@ -715,5 +716,17 @@ def test_values_that_cannot_be(name: str, content: Content, tmp_path: Path) -> N
 
 
 def test_plan() -> None:
-    assert plan(FIT) == (2, 0, 3.0, 0.5, math.log(0.15), 1.0, math.log(1.3), 0.0, math.inf)
+    assert plan(FIT) == (2, 0, 0, math.inf, 3.0, 0.5, math.log(0.15), 1.0, math.log(1.3), 0.0, math.inf)
     assert plan(FIT, tolerance=math.inf).tolerance == math.inf
+
+
+def test_previews_are_those_that_cost_least() -> None:
+    """A short one for the queries that it leaves few rows of, a longer one for the others."""
+    levels = [
+        (5.0, torch.tensor([10, 20, 900, 950]), torch.tensor([1.0, 2.0, 90.0, 95.0])),
+        (4.0, torch.tensor([3, 4, 50, 60]), torch.tensor([9.0, 9.0, 9.0, 9.0])),
+    ]
+    found = _cheapest(FIT, levels, again=3)
+    assert (found.first, found.second, found.limit, found.width) == (0, 1, 20, 5.0)
+    alone = _cheapest(FIT, levels, again=1000)
+    assert (alone.first, alone.second, alone.limit, alone.width) == (1, 1, math.inf, 4.0)

@@ -17,7 +17,7 @@ from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRI
 from softsieve.reference import heads as reference
 
 Array = Any  # np.ndarray, of any shape and dtype
-PLAN = Plan(1, 0, 2.0, 0.5, math.log(0.15), 0.5, 0.25, 0.0, math.inf)
+PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, 0.0, math.inf)
 
 
 def random(seed: int = 0) -> np.random.Generator:
@@ -120,8 +120,8 @@ def test_preview_block(rows: int, size: int) -> None:
     """Any number of columns, four at a time or not; rows beyond the last are not written."""
     codes = random().integers(-127, 128, (size + 2, BLOCK)).astype(np.int8)
     y, values = spread_out(size), np.full(BLOCK, np.float32(-3))
-    kernels.preview_block(codes, y, np.float32(0.5), values[:rows])
-    truth = codes[:size, :rows].T.astype(np.float64) @ y.astype(np.float64) + 0.5
+    kernels.preview_block(codes, y, values[:rows])
+    truth = codes[:size, :rows].T.astype(np.float64) @ y.astype(np.float64) - 3
     np.testing.assert_allclose(values[:rows], truth, rtol=1e-5, atol=1e-3)
     assert (values[rows:] == -3).all()
 
@@ -232,9 +232,9 @@ def test_keep(level: float) -> None:
         np.testing.assert_array_equal(found[:count], right)
 
 
-@pytest.mark.parametrize("length", [1, 4, 9, 400])
-def test_look(length: int) -> None:
-    """Everything that is kept of a block, whether one thread does it or several."""
+@pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
+def test_look(length: int, known: int) -> None:
+    """Everything that is kept of a block, whether one thread does it or several, from the beginning or further."""
     rows, blocks = 3000, 6
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
     columns = random().integers(-127, 128, (blocks, length + 1, BLOCK)).astype(np.int8)
@@ -244,9 +244,10 @@ def test_look(length: int) -> None:
         np.zeros((4, blocks), np.float32),
     )
     y = y.astype(np.float32)
-    kernels._look(
-        columns, spread, y, np.float32(3), 0.01, 2.0, 0.5, estimates, largest, reach, masses, doubts
-    )  # the unit is the deviation for a spread of 1
+    for low, high in ((0, known), (known, length)) if known else ((0, length),):
+        kernels._look(
+            columns, low, spread, y[:high], np.float32(3), 0.01, 2.0, 0.5, estimates, largest, reach, masses, doubts
+        )  # the unit is the deviation for a spread of 1
     codes = columns[:, :length].transpose(0, 2, 1).reshape(-1, length)[:rows]
     truth = codes.astype(np.float64) @ y + 3
     np.testing.assert_allclose(estimates[:rows], truth, rtol=1e-5, atol=1e-4)
@@ -425,12 +426,16 @@ class Made(NamedTuple):
             centre=index.centre,
             projection=index.project,
             codes=index.records[:, SPREADS:],
-            lengths=[previews[plan.first], *tiers],
+            lengths=[previews[plan.first], previews[plan.second], *tiers],
             deviations=torch.cat(
-                [index.steps[plan.first] * index.spreads[plan.first][None], index.tier_steps[:, None] * spreads]
+                [
+                    *(index.steps[level] * index.spreads[level][None] for level in (plan.first, plan.second)),
+                    index.tier_steps[:, None] * spreads,
+                ]
             ),
             probes=index.probes,
             k=plan.k,
+            limit=plan.limit,
             width=plan.width,
             correction=plan.correction,
             floor=plan.floor,
@@ -485,15 +490,33 @@ WIDTHS = (0.0, 0.7, 2.0, 3.0, 5.0, 1e6)
 def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
     head, x = made(n, d, bias=bias, beta=beta)
     states = []
-    for first in range(head.engine.previews):
+    previews = head.engine.previews
+    for first, second in {(0, previews - 1), *((level, level) for level in range(previews))}:
         for k in sorted({0, 1, min(2, n), min(8, n), n}):
             for width in WIDTHS:
-                plan = PLAN._replace(k=k, first=first, width=width)
+                plan = PLAN._replace(k=k, first=first, second=second, limit=n // 50, width=width)
                 states += [compare(head, query, plan) for query in x[: 3 if n < 3000 else 1]]
     assert states.count(None) <= 0.5 * len(states) or d == 1  # a basis of one coordinate makes estimates exact
     if n >= 511 and d >= 17:
         assert "answered" in states
         assert "expensive" in states
+
+
+@pytest.mark.parametrize("limit", [0, 40, math.inf])
+def test_a_longer_preview_is_made_for_queries_that_leave_many_rows(limit: float) -> None:
+    """By how many rows are read further: as with the first preview alone, or with the second."""
+    head, x = made(3000, 200)
+    last, kinds = head.engine.previews - 1, []
+    for query in x:
+        short, long, either = (
+            head.ask(query, PLAN._replace(first=first, second=second, limit=limit))[0]
+            for first, second in ((0, 0), (last, last), (0, last))
+        )
+        kinds.append(short.survivors <= limit)
+        assert either.survivors == (short if kinds[-1] else long).survivors
+        assert either.scale == short.scale  # drift is that of the first
+        assert compare(head, query, PLAN._replace(second=last, limit=limit)) in ("answered", None)
+    assert set(kinds) == {0: {False}, 40: {False, True}, math.inf: {True}}[limit]
 
 
 @pytest.mark.parametrize("k", [1, 2, 8, 64, 65, 200])
@@ -548,7 +571,9 @@ def test_ask_with_many_rows() -> None:
     assert 4 * head.engine.index.columns.shape[0] * BLOCK * length > ALONE
     finalists = []
     for width, part in ((0.3, 1e-3), (3.0, 1e-6)):
-        plan = PLAN._replace(k=5, first=head.engine.previews - 1, width=width, floor=math.log(part), doubt=0.0)
+        plan = PLAN._replace(
+            k=5, second=head.engine.previews - 1, limit=0, width=width, floor=math.log(part), doubt=0.0
+        )
         found, top, _, _, rows = head.ask(x[0], plan)
         right = head.reference(x[0], plan)
         assert found.state == ANSWERED

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
 WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
 ROW = 192  # bytes that could be read in order in the time that one more row takes, besides its own
+LOOK = 8  # columns that could be read in the time that masses and margins of a preview take
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
@@ -37,6 +38,8 @@ class CascadeCalibration(NamedTuple):
     right: float  # the share of answers that were right with this width, over those that decided on it
     read: float  # the share of the weight's bytes that these read
     first: int  # the level of the preview
+    second: int  # the level for queries of which the first leaves more rows than the limit
+    limit: float
     width: float  # of margins; infinite: everything is read
     correction: float
     doubt: float
@@ -55,12 +58,12 @@ def restored(found: dict[str, Any], *, k: int, rows: int, previews: int) -> Casc
     if set(found) != set(CascadeCalibration._fields):
         raise ValueError(f"calibrations.{k}: expected {sorted(CascadeCalibration._fields)}, found {sorted(found)}")
     for name, value in found.items():
-        whole = name in ("k", "queries", "first", "batch")
+        whole = name in ("k", "queries", "first", "second", "batch")
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise TypeError(f"calibrations.{k}: {name}: expected a number, found {value!r}")
         if math.isnan(value) or value < 0:
             raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {value!r}")
-    if found["k"] != k or k > rows or found["first"] >= previews:
+    if found["k"] != k or k > rows or not found["first"] <= found["second"] < previews:
         raise ValueError(f"calibrations.{k}: made for another head")
     return CascadeCalibration(**found)
 
@@ -150,6 +153,8 @@ def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> 
     return Plan(
         calibration.k,
         calibration.first,
+        calibration.second,
+        calibration.limit,
         calibration.width,
         calibration.correction,
         math.log(calibration.eps / 2),
@@ -173,8 +178,11 @@ class _Sample(NamedTuple):
     def ask(self, calibration: CascadeCalibration) -> tuple[Asked, Tensor, float]:
         """Answers, whether they are right, and the share of the weight's bytes that they read, in the mean."""
         asked = self.cascade.ask(self.x, plan(calibration))
-        read = asked.bytes_read.double() + (asked.state != 0) * self.whole
-        return asked, right(asked, self.exact, calibration), float(read.mean()) / self.whole
+        return asked, right(asked, self.exact, calibration), float(self.read(asked).mean()) / self.whole
+
+    def read(self, asked: Asked) -> Tensor:
+        """Bytes that each answer read, with those of an exact one where there was no other."""
+        return asked.bytes_read.double() + (asked.state != 0) * self.whole
 
     @property
     def whole(self) -> int:
@@ -205,7 +213,9 @@ def calibrate(
     shaping, deciding = (
         _Sample(cascade, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:])
     )
-    found = CascadeCalibration(k, eps, delta, len(x), 1.0, 1.0, 0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0)
+    found = CascadeCalibration(
+        k, eps, delta, len(x), 1.0, 1.0, 0, 0, 0.0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
+    )
     errors = allowed(len(deciding.x), delta)
     if errors < 0:
         progress("calibrating", 1.0)
@@ -218,21 +228,20 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
     """Choose everything but the width, which is a first guess."""
     previews = sample.cascade.previews
     errors = int(start.delta * len(sample.x) / 2)
-    best = start._replace(read=math.inf)
-    for first in range(previews):
+    found = []
+    for level in range(previews):
         low, high = 0, len(WIDTHS) - 1  # the narrowest width with few errors, by bisection
         while low < high:
             middle = (low + high + 1) // 2
-            _, fine, read = sample.ask(start._replace(first=first, width=WIDTHS[middle]))
+            _, fine, _ = sample.ask(start._replace(first=level, second=level, width=WIDTHS[middle]))
             if len(fine) - int(fine.sum()) <= errors:
                 low = middle
             else:
                 high = middle - 1
-        asked, _, read = sample.ask(start._replace(first=first, width=WIDTHS[low]))
-        cost = read + ROW * float(asked.survivors.double().mean()) / sample.whole
-        if cost < best.read:
-            best = start._replace(first=first, width=WIDTHS[low], read=cost)
+        asked, _, _ = sample.ask(start._replace(first=level, second=level, width=WIDTHS[low]))
+        found.append((WIDTHS[low], asked.survivors, sample.read(asked) + ROW * asked.survivors.double()))
         progress("choosing a preview", 0.4 / previews)
+    best = _cheapest(start, found, LOOK * len(sample.cascade.weight))
     trials = []
     for correction in CORRECTIONS:
         trial = best._replace(correction=correction)
@@ -251,6 +260,22 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
         low=float(asked.scale.min()) / SLACK,
         high=float(asked.scale.max()) * SLACK,
     )
+
+
+def _cheapest(
+    start: CascadeCalibration, levels: list[tuple[float, Tensor, Tensor]], again: float
+) -> CascadeCalibration:
+    """The previews, and the limit between them, that cost least; ``levels``: width, survivors and cost of each."""
+    best, least = start, math.inf
+    for first, (width, survivors, cost) in enumerate(levels):
+        for second, (other, _, longer) in enumerate(levels[first:], first):
+            limits = [math.inf] if second == first else sorted(set(survivors.tolist()))
+            for limit in limits:
+                mean = float(torch.where(survivors > limit, longer + again, cost).mean())
+                if mean < least:
+                    least = mean
+                    best = start._replace(first=first, second=second, limit=limit, width=max(width, other))
+    return best
 
 
 def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: Report) -> CascadeCalibration:

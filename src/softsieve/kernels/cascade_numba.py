@@ -146,10 +146,9 @@ def _largest(values: Any) -> Any:
 
 
 @jit_fast
-def preview_block(codes: Any, y: Any, offset: Any, values: Any) -> None:
-    """``values = codes.T @ y + offset`` for a block of rows, four columns at a time."""
+def preview_block(codes: Any, y: Any, values: Any) -> None:
+    """``values += codes.T @ y`` for a block of rows, four columns at a time."""
     even = y.size - y.size % 4
-    values[:] = offset
     for j in range(0, even, 4):
         c0, c1, c2, c3 = codes[j], codes[j + 1], codes[j + 2], codes[j + 3]
         y0, y1, y2, y3 = y[j], y[j + 1], y[j + 2], y[j + 3]
@@ -215,6 +214,8 @@ class Plan(NamedTuple):
 
     k: int
     first: int  # which preview
+    second: int  # which preview when it leaves many rows
+    limit: float  # so many are not many
     width: float  # of margins, in predicted deviations
     correction: float  # what an estimate's predicted variance adds to the logarithm of its mass
     floor: float  # rows with less than this part of the normaliser do not matter, as a logarithm
@@ -344,6 +345,7 @@ def _reach(values: Any, near: Any, margin: float) -> Any:
 def _look_block(
     b: int,
     columns: Any,
+    known: int,
     spread: Any,
     y: Any,
     offset: Any,
@@ -358,7 +360,9 @@ def _look_block(
 ) -> None:
     stop = min((b + 1) * BLOCK, spread.size)
     values, near = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
-    preview_block(columns[b], y, offset, values)
+    if known == 0:
+        values[:] = offset
+    preview_block(columns[b, known : y.size], y[known:], values)
     largest[b] = _largest(values)
     reach[b] = _reach(values, near, width * unit)
     masses[b], doubts[b] = _sum_masses(values, near, unit, correction, largest[b])
@@ -367,6 +371,7 @@ def _look_block(
 @jit_parallel
 def _look(
     columns: Any,
+    known: int,
     spread: Any,
     y: Any,
     offset: Any,
@@ -379,17 +384,20 @@ def _look(
     masses: Any,
     doubts: Any,
 ) -> None:
-    """Estimates of all rows and, of every block, the largest, its reach, masses over e^largest and their doubt."""
+    """Estimates of all rows and, of every block, the largest, its reach, masses over e^largest and their doubt.
+
+    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has.
+    """
     blocks = masses.size
     if 4 * blocks * BLOCK * y.size <= ALONE:  # masses take as long as some columns
         for b in range(blocks):
             _look_block(
-                b, columns, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
+                b, columns, known, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
             )
     else:
         for b in prange(blocks):
             _look_block(
-                b, columns, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
+                b, columns, known, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
             )
 
 
@@ -485,6 +493,30 @@ def _goal(best: float, sure: float) -> float:
 
 
 @jit
+def _survivors(
+    spread: Any, margin: float, k: int, best: float, sure: float, least: float, slack: float, scratch: Scratch
+) -> int:
+    """Rows that may be among the top k or matter for the normaliser, to the front of those in scratch; how many."""
+    count = 0
+    for goal in (_goal(best, sure), best):  # the second if fewer than k rows reach the first
+        count = _select(
+            scratch.estimates,
+            spread,
+            margin,
+            min(goal, least) - slack,
+            scratch.reach,
+            scratch.counts,
+            scratch.marks,
+            scratch.rows,
+            scratch.values,
+            scratch.near,
+        )
+        if count >= k:
+            break
+    return count
+
+
+@jit
 def _correct(values: Any, rows: Any, near: Any, unit: float, correction: float, dense: Any) -> None:
     """Estimates as numbers whose exponentials are the estimated masses."""
     for r in range(rows.size):
@@ -521,76 +553,74 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     item, probes = index.weight.itemsize, index.probes
     y, k = scratch.y, plan.k
 
-    # How wrong a preview is for this query, by rows that are known.
-    length, spread, step = index.previews[plan.first], index.spreads[plan.first], index.steps[plan.first]
-    project(index.projection, extended, 0, length, y)
+    # Rows that are known say how wrong estimates are for this query.
     offset = np.float32(_exact_row(index.centre, extended))
     exact_rows(index.weight, x, probes, index.bias, scratch.probed)
     scratch.previewed[:] = offset
-    refine(index.records, 0, y, probes, 0, length, scratch.previewed, scratch.around)
-    for r in range(probes.size):
-        scratch.around[r] = spread[probes[r]]
-    read = (length + 1) * extended.size * 2 + probes.size * (d * item + length + 1)
-    entries = probes.size * (d + length)
+    read, entries = 2 * extended.size + probes.size * d * item, probes.size * d
     if _changed(index.weight, probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0, 0)
-    measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
-    if not (plan.low <= measured <= plan.high and math.isfinite(measured)):
-        return Found(DRIFTED, 0.0, 0.0, entries, read, measured, 0, 0)
 
-    # The preview: estimates and masses of all rows.
-    unit = measured * step
-    _look(
-        index.columns,
-        spread,
-        y[:length],
-        offset,
-        unit,
-        plan.width,
-        plan.correction,
-        scratch.estimates,
-        scratch.largest,
-        scratch.reach,
-        scratch.masses,
-        scratch.doubts,
-    )
-    read += n * (length + 1)
-    entries += n * length
-    shift = _largest(scratch.largest)
-    all_mass, all_doubt = 0.0, 0.0
-    for b in range(scratch.masses.size):
-        share = math.exp(scratch.largest[b] - shift)
-        all_mass += scratch.masses[b] * share
-        all_doubt += scratch.doubts[b] * share
-    rounding = 1e-6 * abs(shift)
-    best, sure = np.inf, np.inf
-    if k:
-        # Rows with the best estimates are read at once: the k-th largest of their logits is sure to be reached.
-        count = _ahead(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
-        best = _kth(scratch.values[:count], k)
-        exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
-        sure = _kth(scratch.exact[:count], k)
-        read += count * d * item
-        entries += count * d
+    # The preview: estimates and masses of all rows, and how many of them are left. When many are, a longer one.
+    rounding, best, sure, least, scale = 0.0, np.inf, np.inf, 0.0, 0.0
+    shift, all_mass, all_doubt, unit = 0.0, 0.0, 0.0, 0.0
+    length, count = 0, 0
+    for level in (plan.first, plan.second):
+        known, length, step = length, index.previews[level], index.steps[level]
+        spread = index.spreads[level]
+        project(index.projection, extended, known, length, y)
+        refine(index.records, 0, y, probes, known, length, scratch.previewed, scratch.around)
+        for r in range(probes.size):
+            scratch.around[r] = spread[probes[r]]
+        read += (length - known) * extended.size * 2 + probes.size * (length - known + 1)
+        entries += probes.size * (length - known)
+        measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
+        if known == 0:
+            scale = measured
+            if not (plan.low <= scale <= plan.high and math.isfinite(scale)):
+                return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0)
+        unit = measured * step
+        _look(
+            index.columns,
+            known,
+            spread,
+            y[:length],
+            offset,
+            unit,
+            plan.width,
+            plan.correction,
+            scratch.estimates,
+            scratch.largest,
+            scratch.reach,
+            scratch.masses,
+            scratch.doubts,
+        )
+        read += n * (length - known + 1)
+        entries += n * (length - known)
+        shift = _largest(scratch.largest)
+        all_mass, all_doubt = 0.0, 0.0
+        for b in range(scratch.masses.size):
+            share = math.exp(scratch.largest[b] - shift)
+            all_mass += scratch.masses[b] * share
+            all_doubt += scratch.doubts[b] * share
+        rounding = 1e-6 * abs(shift)
+        least = math.log(all_mass) + shift + plan.floor
+        if k:
+            # Rows with the best estimates are read at once: the k-th largest of their logits is sure to be reached.
+            count = _ahead(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
+            best = _kth(scratch.values[:count], k)
+            exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
+            sure = _kth(scratch.exact[:count], k)
+            read += count * d * item
+            entries += count * d
+        count = _survivors(spread, plan.width * unit, k, best, sure, least, rounding, scratch)
+        if count <= plan.limit or level == plan.second:
+            break
 
     lowered, survivors = 0.0, 0
     for _ in range(PATIENCE):
-        least = math.log(all_mass) + shift + plan.floor
-        for goal in (_goal(best, sure), best):  # the second if fewer than k rows reach the first
-            count = _select(
-                scratch.estimates,
-                spread,
-                plan.width * unit,
-                min(goal, least) - lowered - rounding,
-                scratch.reach,
-                scratch.counts,
-                scratch.marks,
-                scratch.rows,
-                scratch.values,
-                scratch.near,
-            )
-            if count >= k:
-                break
+        if lowered:
+            count = _survivors(spread, plan.width * unit, k, best, sure, least, lowered + rounding, scratch)
         survivors += count
         rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
         mass, doubt = _sum_masses(values, near, unit, plan.correction, shift)
@@ -654,6 +684,6 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
                 _sorted_top(exact, rows, top, logits)
             for r in range(count if dense.size else 0):
                 dense[rows[r]] = exact[r]
-            return Found(ANSWERED, math.log(total) + highest, half, entries, read, measured, survivors, count)
+            return Found(ANSWERED, math.log(total) + highest, half, entries, read, scale, survivors, count)
         lowered += 1.0
-    return Found(EXPENSIVE, 0.0, 0.0, entries, read, measured, survivors, 0)
+    return Found(EXPENSIVE, 0.0, 0.0, entries, read, scale, survivors, 0)

@@ -80,6 +80,7 @@ def cascade(
     deviations: Tensor,
     probes: Tensor,
     k: int,
+    limit: float = math.inf,
     width: float,
     correction: float,
     floor: float,
@@ -92,7 +93,8 @@ def cascade(
 
     A row stays while its estimate with ``width`` deviations reaches what it takes to be among the top k, half way from
     the k-th best estimate to the k-th largest logit of the rows with the best ones, or the part of the normaliser that
-    matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate.
+    matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate. When the preview
+    leaves more rows than ``limit``, a longer one is made.
 
     A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]``, with beta as one more
     coordinate of x if there is a bias.
@@ -101,16 +103,16 @@ def cascade(
         weight, bias: (n, d) and (n,).
         x: (d,).
         centre, projection, codes: (e,), (longest, e) and (n, longest); e is d, and one more with a bias.
-        lengths: of the preview, then of the tiers.
-        deviations: predicted ones of the errors of each. (1 + tiers, n)
+        lengths: of the preview and of the longer one, then of the tiers.
+        deviations: predicted ones of the errors of each. (2 + tiers, n)
         probes: rows whose errors say how large the errors of this query are.
-        k, width, correction, floor, doubt, tolerance, low, high: as `softsieve.kernels.cascade_numba.Plan` has them.
+        k, limit, width, correction, floor, doubt, tolerance, low, high: as in `softsieve.kernels.cascade_numba.Plan`.
     """
     (n, d), e, item = weight.shape, len(centre), weight.element_size()
     exact = logits(weight, x, bias, beta=beta)
     extended = beta * (x.double() if bias is None else torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]))
     terms = codes.double() * (projection.double() @ extended)
-    first, closest = lengths[0], math.inf
+    closest = math.inf
 
     def look(level: int) -> tuple[Tensor, Tensor, float]:
         """Estimates of all rows, the deviations of their errors, and the scale of these on the probes."""
@@ -123,25 +125,50 @@ def cascade(
         none = torch.zeros(0, dtype=torch.int64)
         return CascadeAnswer(state, none, exact[:0], 0.0, 0.0, entries, read, scale, none, exact[:0], closest)
 
-    estimates, deviation, scale = look(0)
-    read = (first + 1) * e * 2 + len(probes) * (d * item + first + 1)
-    entries = len(probes) * (d + first)
-    if not low <= scale <= high:
-        return no_answer("drifted")
-    read, entries = read + n * (first + 1), entries + n * first
-    shift, rounding = float(estimates.max()), 1e-6 * abs(float(estimates.max()))
-    if k:
-        ahead = estimates >= estimates.topk(min(k + 8, n)).values[-1]
-        sure = float(exact[ahead].topk(k).values[-1])
-        read, entries = read + int(ahead.sum()) * d * item, entries + int(ahead.sum()) * d
+    def stay(left: Tensor, values: Tensor, deviation: Tensor, dense: Tensor, lowered: float) -> Tensor:
+        """Which of the rows that are left may matter, as their estimates say."""
+        nonlocal closest
+        bound = float(dense.logsumexp(0)) + floor
+        if k:
+            best = float(values[left].topk(k).values[-1])
+            goal = (best + max(best, sure)) / 2
+            reach = values + width * deviation - (min(bound, goal) - lowered - rounding)
+            closest = min(closest, float(reach[left].abs().min()))
+            bound = min(bound, best if int((left & (reach >= 0)).sum()) < k else goal)
+        reach = values + width * deviation - (bound - lowered - rounding)
+        closest = min(closest, float(reach[left].abs().min()))
+        return left & (reach >= 0)
+
+    read, entries = e * 2 + len(probes) * d * item, len(probes) * d
+    known, scale = 0, math.nan
+    for level in range(2):
+        estimates, deviation, measured = look(level)
+        more, known = lengths[level] - known, lengths[level]
+        read, entries = read + more * e * 2 + len(probes) * (more + 1), entries + len(probes) * more
+        if level == 0:
+            scale = measured
+            if not low <= scale <= high:
+                return no_answer("drifted")
+        read, entries = read + n * (more + 1), entries + n * more
+        shift, rounding = float(estimates.max()), 1e-6 * abs(float(estimates.max()))
+        sure = math.inf
+        if k:
+            ahead = estimates >= estimates.topk(min(k + 8, n)).values[-1]
+            sure = float(exact[ahead].topk(k).values[-1])
+            read, entries = read + int(ahead.sum()) * d * item, entries + int(ahead.sum()) * d
+        everything = torch.ones(n, dtype=torch.bool)
+        count = int(stay(everything, estimates, deviation, estimates + correction * deviation.square(), 0.0).sum())
+        if count <= limit or lengths[0] == lengths[1]:
+            break
+    preview = known
     for lowered in range(8):
-        known, there = first, 0
+        known, there = preview, 0
         values, now = estimates, deviation
         added = correction * deviation.square()
         dense = values + added  # with `added`, of the last estimate of each row
         left = torch.ones(n, dtype=torch.bool)
-        for level in range(len(lengths)):
-            if level:
+        for level in range(1, len(lengths)):
+            if level > 1:
                 longer, count = lengths[level], int(left.sum())
                 cost = (longer - known) * e * 2 + count * (longer - there + 1)
                 if longer < 2 * known or 2 * cost > count * d * item:
@@ -152,16 +179,7 @@ def cascade(
                 read += cost + len(probes) * (longer - there + 1)
                 entries += (count + len(probes)) * (longer - there)
                 known = there = longer
-            bound = float(dense.logsumexp(0)) + floor
-            if k:
-                best = float(values[left].topk(k).values[-1])
-                goal = (best + max(best, sure)) / 2
-                reach = values + width * now - (min(bound, goal) - lowered - rounding)
-                closest = min(closest, float(reach[left].abs().min()))
-                bound = min(bound, best if int((left & (reach >= 0)).sum()) < k else goal)
-            reach = values + width * now - (bound - lowered - rounding)
-            closest = min(closest, float(reach[left].abs().min()))
-            left = left & (reach >= 0)
+            left = stay(left, values, now, dense, lowered)
         count = int(left.sum())
         if 2 * count > n:
             break
