@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,7 +161,7 @@ class AdaptiveSoftmax:
         """
         _checks.whole_number("k", k, 1, len(self.weight))
         queries = self._queries("x", x)
-        return TopK(*_shaped(self._solve(queries, k, generator), x.shape[:-1]))
+        return TopK(*self._solve(queries, k, generator, x.shape[:-1]))
 
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
         """The logarithm of ``sum_i exp(logits_i)``, whose sum is within ``eps`` of the true one, relatively.
@@ -180,8 +181,7 @@ class AdaptiveSoftmax:
             True
         """
         queries = self._queries("x", x)
-        answer = self._solve(queries, 0, generator)
-        return LogPartition(*_shaped(answer[3:], x.shape[:-1]))
+        return LogPartition(*self._solve(queries, 0, generator, x.shape[:-1])[3:])
 
     def logits(self, x: Tensor) -> Tensor:
         """All logits, (..., n): exact for the rows that a cascade reads in full, estimates elsewhere.
@@ -371,7 +371,7 @@ class AdaptiveSoftmax:
         """
         _checks.whole_number("k", k, 0, len(self.weight))
         sample = self._queries("queries", queries)
-        answer = self._solve(sample, k, None, batch=1)
+        answer = self._solve(sample, k, None, sample.shape[:1], batch=1)
         fine = calibration.right(answer, self._problem(sample, k))
         whole = self.weight.numel() * self.weight.element_size()
         return Coverage(
@@ -452,24 +452,33 @@ class AdaptiveSoftmax:
         return min((other for other in self.calibrations if other == k or other >= k > 0), default=None)
 
     def _solve(
-        self, queries: Tensor, k: int, generator: torch.Generator | None, *, batch: int | None = None
+        self,
+        queries: Tensor,
+        k: int,
+        generator: torch.Generator | None,
+        shape: tuple[int, ...],
+        *,
+        batch: int | None = None,
     ) -> coordinates.Answer:
-        """Answer all queries as if they came so many at a time, all at once unless given."""
+        """Answer all queries as if they came so many at a time, all at once unless given; fields in this shape."""
         method = self._method(k, len(queries) if batch is None else batch)
-        if method == "exact":
-            answer = self._solve_exactly(queries, k)
-        elif method == "coordinates":
-            answer = coordinates.solve(self._problem(queries, k), self._bounds_for(k), generator)
-        elif self.guarantee == "pac":
-            answer = self._dithered_codes().solve(self._problem(queries, k), self.delta)
-        else:
+        if method == "cascade" and self.guarantee != "pac":
             fit = self._fit(k)
-            answer = cascade_answers.solve(self._built(), queries, fit, self._solve_exactly)
+            answer = cascade_answers.solve(self._built(), queries, fit, self._solve_exactly, shape)
             if fit.k != k:
                 answer = answer._replace(
-                    indices=answer.indices[:, :k], probs=answer.probs[:, :k], logits=answer.logits[:, :k]
+                    indices=answer.indices[..., :k], probs=answer.probs[..., :k], logits=answer.logits[..., :k]
                 )
-        if not math.isfinite(float(answer.log_z.sum(dtype=torch.float64))):
+        else:
+            if method == "exact":
+                answer = self._solve_exactly(queries, k)
+            elif method == "coordinates":
+                answer = coordinates.solve(self._problem(queries, k), self._bounds_for(k), generator)
+            else:
+                answer = self._dithered_codes().solve(self._problem(queries, k), self.delta)
+            answer = coordinates.Answer(*(value.reshape((*shape, *value.shape[1:])) for value in answer))
+        log_z = answer.log_z
+        if not (np.isfinite(log_z.numpy()) if log_z.is_cpu else log_z.isfinite()).all():
             raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
 
@@ -627,13 +636,6 @@ class AdaptiveSoftmax:
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
-
-
-def _shaped(found: tuple[Tensor, ...], leading: tuple[int, ...]) -> list[Tensor]:
-    """Fields of a batch in the shape of the queries."""
-    if len(leading) == 1:
-        return list(found)
-    return [value.reshape((*leading, *value.shape[1:])) for value in found]
 
 
 def _on_cpu(weight: Tensor) -> None:

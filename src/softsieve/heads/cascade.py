@@ -272,31 +272,38 @@ class Cascade:
             raw[index.probes[:SAMPLES].numpy()],
         )
         self._bias = bias
+        self._kind = np.float64 if self.dtype == torch.float64 else np.float32
+        self._ask = kernels.ask
         self._local = threading.local()
 
     def ask(self, x: Tensor, plan: kernels.Plan, *, dense: bool = False) -> Asked:
         """Answer queries times beta (batch, d), each by itself."""
-        from softsieve.kernels import cascade_numba as kernels
-
-        batch, rows = len(x), len(self.weight)
-        indices = torch.zeros(batch, plan.k, dtype=torch.int64)
-        logits = torch.zeros(batch, plan.k, dtype=self.dtype)
-        all_logits = torch.empty(batch, rows if dense else 0, dtype=self.dtype)
-        queries, extended = x.numpy(), extend(x, self.beta, self._bias).numpy()
-        places = zip(indices.numpy(), logits.numpy(), all_logits.numpy(), strict=True)
-        with one_at_a_time():
-            scratch = self._scratch()
-            found = [
-                kernels.ask(self._arrays, plan, query, longer, scratch, *place)
-                for query, longer, place in zip(queries, extended, places, strict=True)
-            ]
-        # Through numpy, whose small operations take a fraction of torch's time.
-        numbers = np.array(found)  # (batch, fields), whole ones below 2^53
+        everywhere = torch.empty(len(x), len(self.weight) if dense else 0, dtype=self.dtype)
+        indices, logits, numbers = self.raw(x, plan, everywhere.numpy())
         state, coordinates, read, survivors = (
             torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4, 6)
         )
         log_z, half, scale = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5))
-        return Asked(state, indices, logits, log_z, half, coordinates, read, scale, survivors, all_logits)
+        top, values = torch.from_numpy(indices), torch.from_numpy(logits)
+        return Asked(state, top, values, log_z, half, coordinates, read, scale, survivors, everywhere)
+
+    def raw(self, x: Tensor, plan: kernels.Plan, dense: Any = None) -> tuple[Any, Any, Any]:
+        """The same as arrays, whose small operations take a fraction of torch's time: top k, logits, `Found` as floats.
+
+        Whole numbers among these are below 2^53.
+        """
+        batch, queries = len(x), x.numpy()
+        extended = queries if self._bias is None else extend(x, self.beta, self._bias).numpy()
+        indices, logits = np.zeros((batch, plan.k), np.int64), np.zeros((batch, plan.k), self._kind)
+        dense = np.empty((batch, 0), self._kind) if dense is None else dense
+        ask = self._ask
+        with one_at_a_time():
+            scratch = self._scratch()
+            found = [
+                ask(self._arrays, plan, queries[i], extended[i], scratch, indices[i], logits[i], dense[i])
+                for i in range(batch)
+            ]
+        return indices, logits, np.array(found)
 
     def _scratch(self) -> Any:
         """Memory of this thread."""

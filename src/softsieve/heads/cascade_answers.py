@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,53 +26,54 @@ class WeightChanged(RuntimeError):  # noqa: N818
 
 
 def solve(
-    cascade: Cascade, x: Tensor, calibration: CascadeCalibration, exactly: Callable[[Tensor, int], Answer]
+    cascade: Cascade,
+    x: Tensor,
+    calibration: CascadeCalibration,
+    exactly: Callable[[Tensor, int], Answer],
+    shape: tuple[int, ...],
 ) -> Answer:
     """Answer queries times beta, each by itself; ``exactly`` those that the kernel does not, for the calibration's k.
+
+    Fields are of this shape for each query. Up to there they are arrays: an operation of torch takes as long as many of
+    numpy's, and for one query that is a good part of the time.
 
     Raises:
         WeightChanged: when the kernel finds other rows than the index was built of.
     """
-    asked = ask(cascade, x, calibration)
-    # Through numpy, whose small operations take a fraction of torch's time.
-    logits, log_z = asked.logits.numpy(), asked.log_z.numpy().astype(asked.logits.numpy().dtype)
-    half = half_width(asked.half, calibration).numpy().astype(log_z.dtype)
-    answer = Answer(
-        asked.indices,
-        torch.from_numpy(np.exp(logits - log_z[:, None])),
-        asked.logits,
-        torch.from_numpy(log_z),
-        torch.from_numpy(np.stack([log_z - half, log_z + half], -1)),
-        asked.coordinates,
-        asked.bytes_read,
-        torch.from_numpy(asked.state.numpy() != 0),
-    )
-    if not asked.state.numpy().any():
-        return answer
-    rest = answer.exact.nonzero()[:, 0]
-    exact = exactly(x[rest], calibration.k)
-    for value, right in zip(answer[:5], exact[:5], strict=True):
-        value[rest] = right
-    answer.coordinates[rest] = exact.coordinates
-    answer.bytes_read[rest] += exact.bytes_read
-    return answer
+    indices, logits, numbers = cascade.raw(x, plan(calibration))
+    state, log_z = numbers[:, 0], numbers[:, 1].astype(logits.dtype)
+    half = half_width(numbers[:, 2], calibration).astype(logits.dtype)
+    interval = np.empty((len(log_z), 2), logits.dtype)
+    interval[:, 0], interval[:, 1] = log_z - half, log_z + half
+    read = numbers[:, 3:5].astype(np.int64)
+    fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], state != 0]
+    if fields[-1].any():
+        _look_at(state, numbers[:, 5], calibration)
+        rest = fields[-1].nonzero()[0]
+        exact = exactly(x[torch.from_numpy(rest)], calibration.k)
+        for value, right in zip(fields[:6], exact[:6], strict=True):
+            value[rest] = right.numpy()
+        fields[6][rest] += exact.bytes_read.numpy()
+    return Answer(*(torch.from_numpy(value.reshape(shape + value.shape[1:])) for value in fields))
 
 
 def ask(cascade: Cascade, x: Tensor, calibration: CascadeCalibration, *, dense: bool = False) -> Asked:
     """What the kernel answers; warns of queries unlike the calibration's."""
     asked = cascade.ask(x, plan(calibration), dense=dense)
-    state = asked.state.numpy()
-    if not state.any():
-        return asked
+    _look_at(asked.state.numpy(), asked.scale.numpy(), calibration)
+    return asked
+
+
+def _look_at(state: Any, scale: Any, calibration: CascadeCalibration) -> None:
+    """Refuse a changed weight, warn of drift."""
     if (state == CHANGED).any():
         raise WeightChanged("weight: not the one that the index was built of: build it again")
-    scales = asked.scale[asked.state == DRIFTED]
+    scales = scale[state == DRIFTED]
     if len(scales):
         warnings.warn(
-            f"x: {len(scales)} of {len(x)} queries are unlike those of the calibration and were answered exactly: "
+            f"x: {len(scales)} of {len(state)} queries are unlike those of the calibration and were answered exactly: "
             f"errors of a preview are {float(scales[0]):.3g} of what was predicted, and were from "
             f"{calibration.low:.3g} to {calibration.high:.3g}",
             DriftWarning,
             stacklevel=5,  # who called `topk`
         )
-    return asked

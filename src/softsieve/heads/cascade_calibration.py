@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -132,20 +133,21 @@ def right(asked: Asked, exact: Truth, calibration: CascadeCalibration) -> Tensor
     top = ((asked.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - asked.log_z
     ratio = error.expm1() if calibration.k else (-error).expm1()  # probabilities have the normaliser below the line
-    inside = error.abs() <= half_width(asked.half, calibration) + rounding
+    inside = error.abs() <= torch.from_numpy(half_width(asked.half.numpy(), calibration)) + rounding
     return (top & (ratio.abs() <= calibration.eps + rounding) & inside) | (asked.state != 0)
 
 
-def half_width(doubt: Tensor, calibration: CascadeCalibration) -> Tensor:
+def half_width(doubt: Any, calibration: CascadeCalibration) -> Any:
     """Half the interval of log Z that is promised, from the half width that was to be reached.
 
     What follows from eps at most and a quarter of it at least: small doubts are themselves in doubt.
     """
     promised = -math.log1p(-calibration.eps)
     least = promised if math.isinf(calibration.interval) else promised / 4
-    return torch.from_numpy((doubt.numpy() * min(calibration.interval, 1e30)).clip(least, promised))
+    return (doubt * min(calibration.interval, 1e30)).clip(least, promised)
 
 
+@functools.lru_cache
 def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> Plan:
     """What the kernel is told; the half width of log Z to reach is what eps says unless given."""
     from softsieve.kernels.cascade_numba import Plan
