@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Without this, bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-gpu lint clean
 
 setup: $(READY)
 
@@ -24,6 +24,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
+test-gpu:
+	$(PYTHON) -m pytest -q tests/kernels/test_cross_entropy_triton.py tests/kernels/test_linear_triton.py \
+		tests/losses/test_linear.py tests/losses/test_cross_entropy.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check

@@ -11,9 +11,12 @@ from softsieve.losses import (
     ASMultiLabelLoss,
     ASStats,
     DeltaSchedule,
+    LinearASCrossEntropyLoss,
+    LinearASStats,
     as_cross_entropy,
     as_keep_mask,
     as_multilabel_loss,
+    linear_as_cross_entropy,
 )
 from softsieve.training import ASSpeed, SolvedSampler
 
@@ -24,10 +27,13 @@ __all__ = [
     "ASStats",
     "AdaptiveSoftmax",
     "DeltaSchedule",
+    "LinearASCrossEntropyLoss",
+    "LinearASStats",
     "SolvedSampler",
     "TopK",
     "as_cross_entropy",
     "as_keep_mask",
     "as_multilabel_loss",
+    "linear_as_cross_entropy",
 ]
 __version__ = "0.1.0.dev0"

@@ -36,6 +36,14 @@ def open_unit(name: str, value: object) -> float:
     return found
 
 
+def positive(name: str, value: object) -> float:
+    """``value`` as a float, refused unless it is a finite number above 0."""
+    found = number(name, value)
+    if not 0 < found < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, found {found:g}")
+    return found
+
+
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
@@ -84,23 +92,77 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
     same_device("target", value, like)
 
 
-def weight(value: Tensor | None, like: Tensor) -> None:
+def weight(value: Tensor | None, like: Tensor, *, name: str = "weight") -> None:
     """Refuse class weights other than one floating-point number a class."""
     if value is None:
         return
-    _plain_tensor("weight", value)
+    _plain_tensor(name, value)
     if value.dtype not in _FLOATING:
-        raise TypeError(f"weight: expected a floating-point dtype, found {value.dtype}")
+        raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
     if value.shape != like.shape[-1:]:
-        raise ValueError(f"weight: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
+        raise ValueError(f"{name}: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
     if value.requires_grad:
-        raise ValueError("weight: expected constants, found a tensor that requires a gradient")
-    same_device("weight", value, like)
+        raise ValueError(f"{name}: expected constants, found a tensor that requires a gradient")
+    same_device(name, value, like)
 
 
 def same_device(name: str, value: Tensor, like: Tensor) -> None:
     if value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, where the logits are, found {value.device}")
+
+
+# -- linear layers with a loss -----------------------------------------------------------------------------------------
+
+
+def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse what does not make logits: states (..., d), a weight (classes, d) like them, and a bias (classes,)."""
+    _floats("hidden", hidden, "(..., d)")
+    _floats("weight", weight, "(classes, d)")
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "hidden, weight: expected shapes (..., d) and (classes, d), "
+            f"found {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(f"weight: expected {hidden.dtype}, as the states are, found {weight.dtype}")
+    _beside_weight("hidden", hidden, weight)
+    if bias is not None:
+        _floats("bias", bias, "(classes,)")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected shape ({len(weight)},), one a class, found {tuple(bias.shape)}")
+        _beside_weight("bias", bias, weight)
+
+
+def each_row(name: str, value: Tensor, target: Tensor) -> None:
+    """Refuse what is not a floating-point number for each label."""
+    _floats(name, value, "of the shape of the target")
+    if value.shape != target.shape:
+        raise ValueError(f"{name}: expected shape {tuple(target.shape)}, one a row, found {tuple(value.shape)}")
+    if value.device != target.device:
+        raise ValueError(f"{name}: expected device {target.device}, where the target is, found {value.device}")
+
+
+def margins(delta: object, target: Tensor) -> Tensor:
+    """Delta as a tensor () or (rows,), refused unless in [0, 1]; numbers on a GPU are not looked at."""
+    if not isinstance(delta, Tensor):
+        found = number("delta", delta, 0, 1)
+        if torch.compiler.is_compiling():  # written so, it is compiled once for any delta
+            return torch.ones((), device=target.device) * found
+        return torch.full((), found, device=target.device)
+    each_row("delta", delta, target)
+    if delta.requires_grad:
+        raise ValueError("delta: expected constants, found a tensor that requires a gradient")
+    if delta.is_cpu and not torch.compiler.is_compiling() and not bool(((delta >= 0) & (delta <= 1)).all()):
+        raise ValueError("delta: expected numbers in [0, 1]")
+    return delta.reshape(-1)
+
+
+def no_smoothing(value: float) -> None:
+    if value:
+        raise ValueError(
+            f"label_smoothing: expected 0, found {value}: it would give every class a gradient, "
+            "and AS-Softmax is there to avoid that"
+        )
 
 
 # -- linear heads ------------------------------------------------------------------------------------------------------

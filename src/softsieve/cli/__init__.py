@@ -3,6 +3,7 @@
 import typer
 
 from softsieve.cli.bench import bench
+from softsieve.cli.bench_linear import linear
 from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
 from softsieve.cli.experiment import experiment
@@ -25,5 +26,6 @@ for command in (build, calibrate, query):
     head.command()(command)
 head.command("bench")(head_bench)
 bench.command("head-scaling")(head_scaling)
+bench.command()(linear)
 app.add_typer(experiment, name="experiment")
 app.command()(demo)

@@ -217,3 +217,50 @@ def heads(
         write_results(out, "heads", {**named, **settings}, rows, suite.draw(rows))
     say(out, rows)
     typer.echo(f"paper: {suite.PAPER}")
+
+
+@experiment.command("linear-training")
+def linear_training(
+    text: Annotated[Path, typer.Argument(help="a UTF-8 file, may be .gz or .xz; its words are the classes")],
+    steps: Annotated[int, typer.Option(min=20, help="of each training")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="windows in a step")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="words in a window")] = 128,
+    size: Annotated[int, typer.Option(min=4, help="of the model's states; a multiple of 4")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="of the model")] = 4,
+    delta: Annotated[float, typer.Option(min=0, max=1, help="margin of AS-Softmax")] = 0.1,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    out: Annotated[Path, _out("linear-training")] = Path("linear-training"),
+) -> None:
+    """A small language model trained through the loss without logits, and through the same loss with them."""
+    with watched(out) as report:
+        from softsieve.experiments import linear_training as suite
+        from softsieve.experiments.output import write_results
+        from softsieve.tasks.files import read_text
+
+        chosen: dict[str, Any] = {
+            "steps": steps,
+            "batch": batch,
+            "length": length,
+            "size": size,
+            "layers": layers,
+            "delta": delta,
+            "device": device,
+        }
+        runs, words = suite.measure(read_text(text), **chosen, report=report)
+        rows = []
+        for run in runs:
+            mean, largest = suite.apart(run, runs[0])
+            last = suite.smooth(run.losses)[-1]
+            rows.append(
+                {
+                    "loss": run.name,
+                    "last": last,
+                    "apart_mean": mean,
+                    "apart_most": largest,
+                    "solved": run.solved[-1],
+                    "ms": run.ms,
+                    "peak_mb": run.peak_mb,
+                }
+            )
+        write_results(out, "linear-training", {"text": text.name, "words": words, **chosen}, rows, suite.draw(runs))
+    say(out, rows)

@@ -142,9 +142,15 @@ def forward(
         logits, target, target if weight is None else weight, loss, threshold, kept, lse, norm, share,
         logits.stride(0), classes, delta, ignore_index, WEIGHTED=weight is not None, **_settings(classes),
     )  # fmt: skip
+    loss, valid = reduce_rows(loss, kept, share, reduction)
+    return (loss, threshold, kept, lse, norm, share), valid
+
+
+def reduce_rows(loss: Tensor, kept: Tensor, share: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """The loss, and whether all labels are valid; for a mean the shares are divided in place."""
     result, valid = loss.new_empty(()), loss.new_empty((), dtype=torch.bool)
-    _reduce[(1,)](loss, kept, share, result, valid, rows, MEAN=reduction == "mean")
-    return (loss if reduction == "none" else result, threshold, kept, lse, norm, share), valid
+    _reduce[(1,)](loss, kept, share, result, valid, len(loss), MEAN=reduction == "mean")
+    return loss if reduction == "none" else result, valid
 
 
 def backward(

@@ -1,6 +1,7 @@
 """Training objectives: AS-Softmax losses, their schedule, and the registry of rivals."""
 
 from softsieve.losses.cross_entropy import ASStats, as_cross_entropy, as_keep_mask
+from softsieve.losses.linear import LinearASCrossEntropyLoss, LinearASStats, linear_as_cross_entropy
 from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
 from softsieve.losses.multilabel import as_multilabel_loss
 from softsieve.losses.objectives import make_objective
@@ -11,8 +12,11 @@ __all__ = [
     "ASMultiLabelLoss",
     "ASStats",
     "DeltaSchedule",
+    "LinearASCrossEntropyLoss",
+    "LinearASStats",
     "as_cross_entropy",
     "as_keep_mask",
     "as_multilabel_loss",
+    "linear_as_cross_entropy",
     "make_objective",
 ]

@@ -1,0 +1,431 @@
+"""Linear layer and AS cross-entropy in one, in Triton: what is done with logits while they are there.
+
+For fp32 and narrower. `kernels.linear` says what goes in and out. Runs under Triton's interpreter too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
+from softsieve.kernels.linear_torch import Finished, Settled
+
+TILE = 128  # classes whose largest logit is kept
+VISITED = 8  # tiles of a row, at most, that are visited again
+LISTED = 16  # classes of a row, at most, that are listed
+_TILE = tl.constexpr(TILE)
+
+
+@triton.jit
+def _logit(x, bias, at, inside, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
+    """The logits of classes ``at`` from what the product says."""
+    x = x.to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + at, mask=inside).to(tl.float32)
+    if CAPPED:
+        x = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)  # cap * tanh(x / cap)
+    if inside is not None:
+        x = tl.where(inside, x, -float("inf"))
+    return x
+
+
+@triton.jit
+def _scan(
+    products, bias, label, top, total, own, maxima,
+    start, width, tiles, cap,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.load(label + row) - start
+    products += row * width
+    maxima += row * tiles + start // _TILE
+    highest = tl.load(top + row)
+    mass = tl.load(total + row)
+    for begin in range(0, tl.cdiv(width, _TILE), TILES):
+        tile = begin + tl.arange(0, TILES)
+        at = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
+        if WHOLE:  # no lane is beyond the last class
+            x = _logit(tl.load(products + at), bias, start + at, None, cap, BIASED, CAPPED)
+        else:
+            x = tl.load(products + at, mask=at < width, other=0.0)
+            x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
+        largest = tl.max(x, 1)
+        tl.store(maxima + tile, largest.to(maxima.dtype.element_ty), mask=tile * _TILE < width)
+        higher = tl.maximum(highest, tl.max(largest, 0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        mass = mass * tl.exp(highest - base) + tl.sum(tl.sum(tl.exp(x - base), 1), 0)
+        highest = higher
+    tl.store(top + row, highest)
+    tl.store(total + row, mass)
+    if (t >= 0) & (t < width):  # what is kept of the label's tile is the largest of the others
+        at = (t // _TILE) * _TILE + tl.arange(0, _TILE)
+        x = tl.load(products + at, mask=at < width, other=0.0)
+        x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
+        tl.store(own + row, tl.sum(tl.where(at == t, x, 0.0), 0))
+        tl.debug_barrier()
+        others = tl.max(tl.where(at == t, -float("inf"), x), 0)
+        tl.store(maxima + t // _TILE, others.to(maxima.dtype.element_ty))
+
+
+@triton.jit
+def _settle(
+    hidden, weight, bias, label, delta, maxima, top, total, own,
+    threshold, count, mass, listed, classes, logits, counts,
+    size, vocabulary, tiles, delta_stride, cap, slack,
+    VISITED: tl.constexpr, LISTED: tl.constexpr,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.load(label + row)
+    o = tl.load(own + row)
+    nll = tl.maximum(tl.log(tl.load(total + row)) - (o - tl.load(top + row)), 0.0)
+    ratio = tl.load(delta + row * delta_stride).to(tl.float32) * tl.exp(nll)  # delta / p_t
+    cut = tl.where(ratio < 1.0, o + tl.log(1.0 - ratio), -float("inf"))
+    tl.store(threshold + row, cut)
+    found = tl.zeros((), tl.int32)
+    rivals = tl.zeros((), tl.float32)
+    whole = ratio < 1.0
+    # What was stored is rounded: what nearly reaches the threshold is looked at again.
+    reach = cut - tl.abs(cut) * slack
+    if whole:
+        visits = tl.zeros((), tl.int32)
+        lane = tl.arange(0, _TILE)
+        for begin in range(0, tiles, TILES):
+            tile = begin + tl.arange(0, TILES)
+            largest = tl.load(maxima + row * tiles + tile, mask=tile < tiles, other=-float("inf")).to(tl.float32)
+            waiting = tl.where((largest >= reach) & (tile < tiles), tile, tiles)
+            next_tile = tl.min(waiting, 0)
+            while (next_tile < tiles) & (visits <= VISITED):
+                visits += 1
+                if visits <= VISITED:
+                    at = next_tile * _TILE + lane
+                    inside = at < vocabulary
+                    place = at.to(tl.int64)[:, None] * size
+                    sums = tl.zeros((_TILE, BLOCK), tl.float32)
+                    for low in range(0, size, BLOCK):
+                        column = low + tl.arange(0, BLOCK)
+                        h = tl.load(hidden + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+                        both = inside[:, None] & (column < size)[None, :]
+                        w = tl.load(weight + place + column[None, :], mask=both, other=0.0)
+                        sums += w.to(tl.float32) * h[None, :]
+                    x = tl.sum(sums, 1).to(weight.dtype.element_ty)  # as the product of matrices rounds
+                    x = _logit(x, bias, at, inside, cap, BIASED, CAPPED)
+                    keep = (x >= cut) & inside & (at != t)
+                    slot = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+                    fits = keep & (slot < LISTED)
+                    tl.store(classes + row * LISTED + slot, at, mask=fits)
+                    tl.store(logits + row * LISTED + slot, x, mask=fits)
+                    rivals += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
+                    found += tl.sum(keep.to(tl.int32), 0)
+                waiting = tl.where(waiting == next_tile, tiles, waiting)
+                next_tile = tl.min(waiting, 0)
+        if (visits > VISITED) | (found > LISTED):
+            whole = ratio >= 1.0
+            found = found * 0
+            rivals = rivals * 0.0
+            tl.atomic_add(counts + 1, 1)
+    tl.store(count + row, found)
+    tl.store(mass + row, rivals)
+    tl.store(listed + row, whole)
+    if whole == 0:
+        tl.atomic_add(counts, 1)
+    if found > 0:
+        tl.atomic_add(counts + 2, found + 1)
+
+
+@triton.jit
+def _finish(
+    label, class_weight, row_weight, top, total, own, threshold, count, mass,
+    loss, kept, lse, norm, share, right,
+    rows, first, classes,
+    CLASSES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    t = tl.load(label + row, mask=inside, other=0) + first
+    valid = (t >= 0) & (t < classes)
+    highest = tl.load(top + row, mask=inside, other=0.0)
+    log_total = tl.log(tl.load(total + row, mask=inside, other=1.0))
+    o = tl.load(own + row, mask=inside, other=0.0)
+    nll = tl.maximum(log_total - (o - highest), 0.0)
+    nll = tl.where(o == o, nll, o)
+    sparse = tl.load(threshold + row, mask=inside, other=0.0) > -float("inf")
+    own_loss = tl.where(sparse, tl.minimum(_log1p(tl.load(mass + row, mask=inside, other=0.0)), nll), nll)
+    all_log = highest + log_total
+    part = tl.full((BLOCK,), 1.0, tl.float32)
+    if CLASSES:
+        part *= tl.load(class_weight + t, mask=inside & valid, other=0.0).to(tl.float32)
+    if ROWS:
+        part *= tl.load(row_weight + row, mask=inside, other=0.0).to(tl.float32)
+    many = tl.where(sparse, tl.load(count + row, mask=inside, other=0) + 1, classes)
+    tl.store(loss + row, own_loss * part, mask=inside)
+    tl.store(kept + row, tl.where(valid, many, -1), mask=inside)  # -1 is told to the reduction, which tells the host
+    tl.store(lse + row, all_log, mask=inside)
+    tl.store(norm + row, (own_loss - nll) + ((highest - all_log) + log_total), mask=inside)
+    tl.store(share + row, part, mask=inside)
+    tl.store(right + row, o >= highest, mask=inside)
+
+
+@triton.jit
+def _sum_kept(
+    products, bias, rows, label, own, threshold, count, mass,
+    start, width, cap,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + line)
+    t = tl.load(label + row) - start
+    products += line * width
+    o, cut = tl.load(own + row), tl.load(threshold + row)
+    kept = tl.load(count + row)
+    rivals = tl.load(mass + row)
+    for begin in range(0, width, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(products + at, mask=at < width, other=0.0)
+        x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
+        keep = (x >= cut) & (at != t) & (at < width)
+        kept += tl.sum(keep.to(tl.int32), 0)
+        rivals += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
+    tl.store(count + row, kept)
+    tl.store(mass + row, rivals)
+
+
+@triton.jit
+def _differentiate(
+    products, bias, rows, label, factor, threshold, kept, lse, norm,
+    start, width, cap,
+    BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + line)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    products += line * width + at
+    x = tl.load(products, mask=at < width, other=0.0)
+    x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
+    q = tl.exp((x - tl.load(lse + row)) - tl.load(norm + row))
+    q = tl.where(x < tl.load(threshold + row), 0.0, q)
+    q = (q - tl.where(start + at == tl.load(label + row), 1.0, 0.0)) * tl.load(factor + row)
+    q = tl.where(tl.load(kept + row) > 1, q, 0.0)
+    if CAPPED:
+        q *= 1.0 - (x / cap) * (x / cap)
+    tl.store(products, q.to(products.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _entries(
+    factor, label, kept, listed, own, lse, norm, classes, logits, coefficients, keys,
+    cap, none,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    last = at == LISTED  # the label
+    whole = tl.load(listed + row)
+    live = tl.load(kept + row) > 1
+    o = tl.load(own + row)
+    t = tl.where(o > -float("inf"), tl.load(label + row), -1)
+    j = tl.where(last, t, tl.load(classes + row * LISTED + at, mask=at < LISTED, other=-1))
+    x = tl.where(last, o, tl.load(logits + row * LISTED + at, mask=at < LISTED, other=0.0))
+    q = tl.exp((x - tl.load(lse + row)) - tl.load(norm + row)) - tl.where(last, 1.0, 0.0)
+    if CAPPED:
+        q *= 1.0 - (x / cap) * (x / cap)
+    used = (j >= 0) & (at <= LISTED) & live & whole
+    place = row * (LISTED + 1) + at
+    tl.store(coefficients + place, tl.where(used, q * tl.load(factor + row), 0.0), mask=at <= LISTED)
+    tl.store(keys + place, tl.where(used, j, none), mask=at <= LISTED)
+
+
+@triton.jit
+def _combine(
+    coefficients, keys, listed, weight, grad, size, none, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(listed + row) != 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < size
+        total = tl.zeros((BLOCK,), tl.float32)
+        for entry in range(ENTRIES):
+            j = tl.load(keys + row * ENTRIES + entry)
+            if j < none:
+                w = tl.load(weight + j.to(tl.int64) * size + column, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(coefficients + row * ENTRIES + entry) * w
+        tl.store(grad + row * size + column, total.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _spread(
+    coefficients, keys, order, hidden, grad, grad_bias, count, size,
+    ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    j = tl.load(keys + entry)
+    before = tl.load(keys + entry - 1, mask=entry > 0, other=-1)
+    if j != before:  # the first of its class does the work of all
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < size
+        total = tl.zeros((BLOCK,), tl.float32)
+        alone = tl.zeros((), tl.float32)
+        following = j
+        while following == j:
+            place = tl.load(order + entry)
+            factor = tl.load(coefficients + place)
+            h = tl.load(hidden + (place // ENTRIES) * size + column, mask=inside, other=0.0).to(tl.float32)
+            total += factor * h
+            alone += factor
+            entry += 1
+            following = tl.load(keys + entry, mask=entry < count, other=-1)
+        if WEIGHTED:
+            place_of_class = grad + j.to(tl.int64) * size + column
+            total += tl.load(place_of_class, mask=inside, other=0.0).to(tl.float32)
+            tl.store(place_of_class, total.to(grad.dtype.element_ty), mask=inside)
+        if BIASED:  # noqa: SIM102
+            if tl.program_id(1) == 0:
+                alone += tl.load(grad_bias + j).to(tl.float32)
+                tl.store(grad_bias + j, alone.to(grad_bias.dtype.element_ty))
+
+
+def _options(bias: Tensor | None, cap: float) -> dict[str, bool]:
+    return {"BIASED": bias is not None, "CAPPED": cap > 0}
+
+
+def _block(width: int, most: int) -> int:
+    return int(max(TILE, min(triton.next_power_of_2(width), most)))
+
+
+def marks(layer: Any) -> Tensor:
+    """Where `scan` is to keep the largest logit of every tile, without the label's."""
+    found: Tensor = layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
+    return found
+
+
+def scan(
+    products: Tensor, bias: Tensor | None, cap: float, start: int, label: Tensor,
+    top: Tensor, total: Tensor, own: Tensor, maxima: Tensor,
+) -> None:  # fmt: skip
+    """Take in a chunk of logits: largest, mass over e^largest, logit of the label, and largest of every tile."""
+    rows, width = products.shape
+    tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 8)
+    _scan[(rows,)](
+        products, products if bias is None else bias, label, top, total, own, maxima,
+        start, width, maxima.shape[1], cap, **_options(bias, cap), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
+        num_warps=2,
+    )  # fmt: skip
+
+
+def sum_kept(
+    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
+    own: Tensor, threshold: Tensor, count: Tensor, mass: Tensor,
+) -> None:  # fmt: skip
+    """Count the kept classes of a chunk of some rows, without the label, and add up their masses over its."""
+    width = products.shape[1]
+    _sum_kept[(len(rows),)](
+        products, products if bias is None else bias, rows, label, own, threshold, count, mass,
+        start, width, cap, **_options(bias, cap), BLOCK=_block(width, 2048), num_warps=4,
+    )  # fmt: skip
+
+
+def differentiate(
+    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
+    factor: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor,
+) -> None:  # fmt: skip
+    """Put the gradient in the place of a chunk of products of some rows."""
+    width = products.shape[1]
+    block = _block(width, 2048)
+    _differentiate[(len(rows), triton.cdiv(width, block))](
+        products, products if bias is None else bias, rows, label, factor, threshold, kept, lse, norm,
+        start, width, cap, **_options(bias, cap), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def settle(layer: Any, label: Tensor, delta: Tensor, state: Sequence[Tensor], maxima: Tensor) -> tuple[Settled, Tensor]:
+    """Thresholds, and the kept classes of rows that have few.
+
+    Also three numbers: rows whose kept classes are not listed, those of them that are not dense, and listed classes,
+    with the labels.
+    """
+    hidden, weight, bias, cap = layer
+    rows, size = hidden.shape
+    threshold, mass = (hidden.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    count = hidden.new_empty(rows, dtype=torch.int32)
+    listed = hidden.new_empty(rows, dtype=torch.bool)
+    classes = hidden.new_full((rows, LISTED), -1, dtype=torch.int32)
+    logits = hidden.new_empty(rows, LISTED, dtype=torch.float32)
+    counts = hidden.new_zeros(3, dtype=torch.int32)
+    tiles = maxima.shape[1]
+    _settle[(rows,)](
+        hidden, weight, weight if bias is None else bias, label, delta, maxima, *state,
+        threshold, count, mass, listed, classes, logits, counts,
+        size, len(weight), tiles, delta.ndim, cap, torch.finfo(hidden.dtype).eps,
+        VISITED=VISITED, LISTED=LISTED, **_options(bias, cap), TILES=min(triton.next_power_of_2(tiles), 2048),
+        BLOCK=64, num_warps=4,
+    )  # fmt: skip
+    return Settled(threshold, count, mass, listed, classes, logits), counts
+
+
+def finish(
+    label: Tensor, class_weight: Tensor | None, row_weight: Tensor | None, state: Sequence[Tensor],
+    settled: Settled, first: int, classes: int, reduction: str,
+) -> Finished:  # fmt: skip
+    """Loss, reduced, and kept, lse, norm, share and right of every row. Labels count from ``first``."""
+    rows = len(label)
+    loss, lse, norm, share = (settled.threshold.new_empty(rows) for _ in range(4))
+    kept, right = label.new_empty(rows), label.new_empty(rows, dtype=torch.bool)
+    _finish[(triton.cdiv(rows, 256),)](
+        label, loss if class_weight is None else class_weight, loss if row_weight is None else row_weight,
+        *state, settled.threshold, settled.rivals, settled.mass, loss, kept, lse, norm, share, right,
+        rows, first, classes, CLASSES=class_weight is not None, ROWS=row_weight is not None, BLOCK=256,
+    )  # fmt: skip
+    loss, valid = reduce_rows(loss, kept, share, reduction)
+    torch._assert_async(valid, f"target: expected labels in [0, {classes})")
+    return Finished(loss, kept, lse, norm, share, right)
+
+
+class Entries(NamedTuple):
+    """The listed classes of all rows, with the label: coefficients of the gradient."""
+
+    coefficients: Tensor  # (rows, LISTED + 1)
+    keys: Tensor  # (rows, LISTED + 1): classes, or ``none``
+    none: int
+
+
+def entries(
+    factor: Tensor, label: Tensor, kept: Tensor, listed: Tensor, own: Tensor, lse: Tensor, norm: Tensor,
+    classes: Tensor, logits: Tensor, cap: float, vocabulary: int,
+) -> Entries:  # fmt: skip
+    """Of rows that have a gradient and whose kept classes are listed."""
+    rows, width = classes.shape
+    found = Entries(logits.new_empty(rows, width + 1), classes.new_empty(rows, width + 1), vocabulary)
+    _entries[(rows,)](
+        factor, label, kept, listed, own, lse, norm, classes, logits, found.coefficients, found.keys, cap, vocabulary,
+        LISTED=width, CAPPED=cap > 0, WIDTH=triton.next_power_of_2(width + 1), num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def combine(found: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Gradients of hidden states whose kept classes are listed; others are left alone."""
+    rows, size = grad.shape
+    block = _block(size, 1024)
+    _combine[(rows, triton.cdiv(size, block))](
+        found.coefficients, found.keys, listed, weight, grad, size, found.none,
+        ENTRIES=found.keys.shape[1], BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def spread(found: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Add to the gradients of weight and bias what is listed, one class after the other: no atomics."""
+    if count:
+        keys, order = found.keys.flatten().sort(stable=True)
+        size = hidden.shape[1]
+        block = _block(size, 512)
+        _spread[(count, triton.cdiv(size, block))](
+            found.coefficients, keys, order, hidden, hidden if grad is None else grad,
+            hidden if grad_bias is None else grad_bias, count, size, ENTRIES=found.keys.shape[1],
+            WEIGHTED=grad is not None, BIASED=grad_bias is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip

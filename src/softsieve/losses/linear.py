@@ -1,0 +1,304 @@
+"""AS cross-entropy of a linear layer, without its logits: for vocabularies whose logits do not fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softsieve import _checks
+from softsieve.kernels import linear as kernel
+from softsieve.kernels.cross_entropy import HAS_TRITON
+from softsieve.kernels.cross_entropy_torch import accumulation_dtype, check_labels
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+
+
+class LinearASStats(NamedTuple):
+    """What `linear_as_cross_entropy` knows of every row after the forward pass, at no extra cost. Detached.
+
+    The first four are those of `ASStats`; all are 0 in a row whose label is ignored.
+
+    Attributes:
+        solved: bool, shape of the target. Only the target is kept: loss and gradient are exactly 0.
+        kept: int64, shape of the target. How many classes are kept, the target among them.
+        dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
+        lse: float32 (float64 for float64), shape of the target. Log-sum-exp over *all* classes.
+        right: bool, shape of the target. No class has a larger logit than the target: its mean is the accuracy.
+    """
+
+    solved: Tensor
+    kept: Tensor
+    dense: Tensor
+    lse: Tensor
+    right: Tensor
+
+
+def _reason_against(backend: str, hidden: Tensor, group: Any) -> str | None:
+    """Why a backend cannot serve, None if it can."""
+    if backend == "reference" and group is not None:
+        return "it has no version for several shards"
+    if backend == "triton":
+        if not HAS_TRITON:
+            return "the package triton is not installed"
+        if hidden.dtype == torch.float64:
+            return "its kernels compute in float32, and these are float64"
+        if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"it needs tensors on a GPU, and these are on {hidden.device}"
+    return None
+
+
+@overload
+def linear_as_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
+    ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
+    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_as_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
+    ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
+    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    return_stats: Literal[True],
+) -> tuple[Tensor, LinearASStats]: ...  # fmt: skip
+@overload
+def linear_as_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
+    ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
+    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, LinearASStats]: ...  # fmt: skip
+def linear_as_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    delta: float | Tensor = 0.1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    backend: str = "auto",
+    group: Any = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, LinearASStats]:
+    r"""AS cross-entropy of ``hidden @ weight.T + bias``, without ever holding the logits.
+
+    Computes::
+
+        as_cross_entropy(F.linear(hidden, weight, bias), target, delta=delta)
+
+    some classes at a time. Only rows that are not solved take part in the backward pass, and of those only the dense
+    ones take all classes. Nothing is added up in an order that depends on chance.
+
+    Args:
+        hidden: states that go into the layer, fp16, bf16, fp32 or fp64.
+        weight: of the layer, in the dtype of the states (autocast casts both).
+        target: class labels, any integer dtype.
+        bias: of the layer.
+        delta: margin in [0, 1], a number or one for each row.
+        ignore_index: label of rows that add nothing to loss, gradient or statistics, and cost nothing; any integer.
+        reduction: ``"none"``, ``"mean"`` (weighted, over the rows that count; 0 if they weigh nothing) or ``"sum"``.
+        class_weight: weight of each class; a row is weighted by that of its target.
+        row_weight: weight of each row; both kinds are multiplied.
+        softcap: logits are ``softcap * tanh(x / softcap)``, as in Gemma 2; None for none.
+        label_smoothing: refused unless 0: it would give every class a gradient again.
+        backend: ``"reference"`` (plain torch, holds the logits), ``"torch"`` (some classes at a time, any device),
+            ``"triton"`` (GPU), or ``"auto"``: the last that can serve.
+        group: process group of `torch.distributed` over whose ranks the rows of the weight are sharded, in order.
+            All ranks give the same hidden states, targets and options; weight, bias and their gradients are this
+            rank's, class weights are of all classes.
+        return_stats: also return `LinearASStats`.
+
+    Shape:
+        hidden ``(..., D)``, weight ``(C, D)``, target ``(...)``, bias and class_weight ``(C,)``, row_weight and a delta
+        that is a tensor ``(...)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Returns:
+        The loss, in the dtype of the states (fp32 under autocast); with ``return_stats`` a pair.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found. Labels out of range on a GPU
+            stop the device with an assertion instead: looking would stall the queue.
+
+    Example:
+        >>> hidden, weight = torch.eye(2, 3, requires_grad=True), torch.tensor([[4.0, 0, 0], [0, 1, 0], [0, 0, 1]])
+        >>> loss, stats = linear_as_cross_entropy(hidden, weight, torch.tensor([0, 2]), return_stats=True)
+        >>> loss.backward()
+        >>> stats.solved.tolist(), stats.right.tolist(), hidden.grad[0].tolist()
+        ([True, False], [True, False], [0.0, 0.0, 0.0])
+
+    Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
+    """
+    _checks.linear_layer(hidden, weight, bias)
+    _checks.target(target, hidden)
+    _checks.ignore_index(ignore_index)
+    _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+    _checks.choice("backend", backend, BACKENDS)
+    _checks.no_smoothing(label_smoothing)
+    cap = 0.0 if softcap is None else _checks.positive("softcap", softcap)
+    margins = _checks.margins(delta, target)
+    if row_weight is not None:
+        _checks.each_row("row_weight", row_weight, target)
+        if row_weight.requires_grad:
+            raise ValueError("row_weight: expected constants, found a tensor that requires a gradient")
+        row_weight = row_weight.reshape(-1)
+    if group is None:
+        _checks.weight(class_weight, weight.t(), name="class_weight")
+    if backend == "auto":
+        backend = "triton" if hidden.is_cuda and _reason_against("triton", hidden, group) is None else "torch"
+    elif (reason := _reason_against(backend, hidden, group)) is not None:
+        raise ValueError(f"backend: {backend!r} cannot serve: {reason}")
+
+    dtype, kind = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
+    rows, label = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    if backend == "reference":
+        loss, threshold, kept, lse, right = _plainly(
+            rows, weight, bias, label, margins, class_weight, row_weight, ignore_index, cap, reduction
+        )
+    else:
+        name = "" if group is None else group.group_name
+        loss, threshold, kept, lse, _, _, _, right, *_ = kernel.linear_as_cross_entropy(
+            rows.contiguous(), weight.contiguous(), bias, label, margins, class_weight, row_weight, ignore_index, cap,
+            reduction, backend, name,
+        )  # fmt: skip
+    if not torch.is_autocast_enabled(kind):
+        loss = loss.to(dtype)
+    if reduction == "none":
+        loss = loss.view(target.shape)
+    if not return_stats:
+        return loss
+    stats = LinearASStats(kept == 1, kept, (threshold == -math.inf) & (kept > 0), lse, right)
+    return loss, LinearASStats(*(s.view(target.shape) for s in stats))
+
+
+def _plainly(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    delta: Tensor,
+    class_weight: Tensor | None,
+    row_weight: Tensor | None,
+    ignore_index: int,
+    cap: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, threshold, kept, lse and whether right, from all logits at once, by the formulas."""
+    label, counted = check_labels(target, len(weight), ignore_index)
+    logits = F.linear(hidden, weight).to(accumulation_dtype(hidden))
+    if bias is not None:
+        logits = logits + bias
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    p, margin = logits.detach().softmax(-1), delta.to(logits.dtype).reshape(-1, 1)
+    p_t = p.gather(1, label[:, None])
+    keep = (p_t - p <= margin) & counted[:, None]
+    keep.scatter_(1, label[:, None], True)
+    loss = F.cross_entropy(logits.masked_fill(~keep, -math.inf), label, reduction="none").where(counted, 0)
+    share = counted.to(logits.dtype)
+    for weights in (None if class_weight is None else class_weight[label], row_weight):
+        share = share if weights is None else share * weights
+    loss = loss * share
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        total = share.sum()
+        loss = loss / total.masked_fill(total == 0, 1)
+    dense = (p_t <= margin).squeeze(1) & counted
+    right = (logits.gather(1, label[:, None]).squeeze(1) >= logits.amax(-1)) & counted
+    threshold = torch.zeros_like(share).masked_fill(dense, -math.inf)
+    return loss, threshold, keep.sum(-1) * counted, logits.detach().logsumexp(-1).where(counted, 0), right
+
+
+class LinearASCrossEntropyLoss(nn.Module):
+    """A linear layer with AS cross-entropy on top, without the logits: module form of `linear_as_cross_entropy`.
+
+    Made as `torch.nn.LinearCrossEntropyLoss` is. ``weight`` and ``bias`` are its parameters; to tie the weight to an
+    embedding, assign that: ``loss.weight = model.embedding.weight``.
+
+    Args:
+        in_features: size of the states.
+        num_classes: how many there are.
+        delta: margin in [0, 1]. May be changed while training.
+        bias: whether the layer has one.
+        class_weight: weight of each class, ``(C,)``; moves with the module.
+        ignore_index, reduction, softcap, label_smoothing, backend, return_stats: as there.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden ``(..., in_features)``, target ``(...)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Example:
+        >>> criterion = LinearASCrossEntropyLoss(8, 1000, delta=0.1)
+        >>> loss = criterion(torch.randn(2, 5, 8), torch.randint(1000, (2, 5)))
+        >>> loss.backward()
+        >>> criterion.weight.grad.shape
+        torch.Size([1000, 8])
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        delta: float = 0.1,
+        *,
+        bias: bool = False,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        label_smoothing: float = 0.0,
+        backend: str = "auto",
+        return_stats: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        layer = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.delta = _checks.number("delta", delta, 0, 1)
+        _checks.ignore_index(ignore_index)
+        _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+        _checks.choice("backend", backend, BACKENDS)
+        _checks.no_smoothing(label_smoothing)
+        self.register_buffer("class_weight", class_weight)
+        self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.backend = backend
+        self.return_stats = return_stats
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LinearASStats]:
+        return linear_as_cross_entropy(
+            hidden,
+            self.weight,
+            target,
+            bias=self.bias,
+            delta=self.delta,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            class_weight=self.class_weight,
+            softcap=self.softcap,
+            backend=self.backend,
+            return_stats=self.return_stats,
+        )
+
+    def extra_repr(self) -> str:
+        classes, size = self.weight.shape
+        return (
+            f"in_features={size}, num_classes={classes}, bias={self.bias is not None}, delta={self.delta}, "
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, backend={self.backend!r}"
+        )
