@@ -92,14 +92,14 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
     same_device("target", value, like)
 
 
-def weight(value: Tensor | None, like: Tensor, *, name: str = "weight") -> None:
-    """Refuse class weights other than one floating-point number a class."""
+def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: bool = True) -> None:
+    """Refuse class weights other than one floating-point number a class; how many is for others to say if not sized."""
     if value is None:
         return
     _plain_tensor(name, value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
-    if value.shape != like.shape[-1:]:
+    if sized and value.shape != like.shape[-1:]:
         raise ValueError(f"{name}: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
     if value.requires_grad:
         raise ValueError(f"{name}: expected constants, found a tensor that requires a gradient")
@@ -118,6 +118,11 @@ def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuse what does not make logits: states (..., d), a weight (classes, d) like them, and a bias (classes,)."""
     _floats("hidden", hidden, "(..., d)")
     _floats("weight", weight, "(classes, d)")
+    if "DTensor" in (kind.__name__ for kind in type(weight).__mro__):  # which takes long to import
+        raise TypeError(
+            "weight: expected a tensor, found a DTensor: call the module that shards it, "
+            "or give weight.to_local() and the group of its mesh"
+        )
     if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "hidden, weight: expected shapes (..., d) and (classes, d), "

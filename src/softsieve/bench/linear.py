@@ -116,7 +116,9 @@ def make_layer(
     for number in range(4):
         rival = (5 * some_class(rows) + number) % classes  # different ones
         present = about & (draw(rows) < 0.5 / (1 + number)) & (rival != target)
-        hidden += present[:, None] * (height - 0.5 - 3 * draw(rows, 1)) * weight[rival].float()
+        own = weight[rival].float()
+        lower = height - 0.5 - 3 * draw(rows, 1) - (hidden * own).sum(1, keepdim=True)
+        hidden += present[:, None] * lower * own
     return hidden.to(dtype), weight, target
 
 

@@ -114,8 +114,13 @@ def forward(
     """Loss, reduced, and what backward needs."""
     exchange = _Exchange(group)
     first, classes = exchange.place(len(weight), hidden.device)
+    if class_weight is not None and class_weight.shape != (classes,):
+        raise ValueError(
+            f"class_weight: expected shape ({classes},), one for each class of all shards, "
+            f"found {tuple(class_weight.shape)}"
+        )
     layer, rows = Layer(hidden, weight, bias, cap), len(hidden)
-    if backend != TRITON:
+    if backend != TRITON or hidden.is_cpu:
         check_labels(target, classes, ignore_index)
     counted = target != ignore_index
     count = int(counted.sum())
@@ -181,6 +186,9 @@ def _settle(
         for start, products in layer.some(again).chunks(BUFFER):
             kernels.sum_kept(products, layer.bias, layer.cap, start, again, *known)
     settled = exchange.kept(settled)
+    if exchange.group is not None and not kernels.LISTED:  # solved here and not elsewhere: the label has a gradient
+        listed = settled.listed & ~((settled.rivals > 0) & (own > -INF))
+        settled, unlisted = settled._replace(listed=listed), int((~listed).sum())
     loss, kept, lse, norm, share, right = kernels.finish(
         label, class_weight, row_weight, state, settled, first, classes, reduction
     )

@@ -363,7 +363,7 @@ def settle(layer: Any, label: Tensor, delta: Tensor, state: Sequence[Tensor], ma
         threshold, count, mass, listed, classes, logits, counts,
         size, len(weight), tiles, delta.ndim, cap, torch.finfo(hidden.dtype).eps,
         VISITED=VISITED, LISTED=LISTED, **_options(bias, cap), TILES=min(triton.next_power_of_2(tiles), 2048),
-        BLOCK=64, num_warps=4,
+        BLOCK=128, num_warps=8,
     )  # fmt: skip
     return Settled(threshold, count, mass, listed, classes, logits), counts
 

@@ -151,8 +151,7 @@ def linear_as_cross_entropy(
         if row_weight.requires_grad:
             raise ValueError("row_weight: expected constants, found a tensor that requires a gradient")
         row_weight = row_weight.reshape(-1)
-    if group is None:
-        _checks.weight(class_weight, weight.t(), name="class_weight")
+    _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
     if backend == "auto":
         backend = "triton" if hidden.is_cuda and _reason_against("triton", hidden, group) is None else "torch"
     elif (reason := _reason_against(backend, hidden, group)) is not None:
