@@ -26,9 +26,11 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 # On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
+RESULTS := benchmarks/results
 test-gpu:
-	$(PYTHON) -m pytest -q tests/kernels/test_cross_entropy_triton.py tests/kernels/test_linear_triton.py \
-		tests/losses/test_linear.py tests/losses/test_cross_entropy.py
+	$(PYTHON) -m pytest -q tests/kernels/test_cross_entropy_triton.py tests/losses/test_linear.py \
+		tests/losses/test_cuda.py --junit-xml=$(RESULTS)/test-gpu.xml
+	$(PYTHON) -m softsieve.bench.record $(RESULTS)/test-gpu.xml
 
 lint: $(READY)
 	$(BIN)/ruff format --check

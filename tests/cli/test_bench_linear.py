@@ -33,10 +33,12 @@ def test_a_table_and_a_record(tmp_path: Path) -> None:
         (["--device", "tpu"], "--device: expected one of"),
     ],
 )
-def test_bad_options(options: list[str], says: str) -> None:
+def test_bad_options(options: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, [*SMALL, *RIVAL, *options])
     assert result.exit_code == 1
     assert says in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_training_with_and_without_logits(tmp_path: Path) -> None:

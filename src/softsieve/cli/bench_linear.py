@@ -28,8 +28,8 @@ def linear(
     repeats: Annotated[int, typer.Option(min=1, help="timed runs of each method, taken in turns")] = 15,
     check: Annotated[bool, typer.Option(help="compare gradients with float64's")] = True,
     out: Annotated[
-        Path | None, typer.Option(help="write the results with their provenance to this JSON file", dir_okay=False)
-    ] = None,
+        Path, typer.Option(help="the results with their provenance go to this JSON file", dir_okay=False)
+    ] = Path("benchmarks/results/linear.json"),
 ) -> None:
     """Time, memory and error of forward + backward: AS cross-entropy without the logits, and dense cross-entropies."""
     import torch
@@ -82,10 +82,9 @@ def linear(
     )
     for name, reason in missing.items():
         console.print(f"not here: {name} ({reason})")
-    if out is not None:
-        settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats, "missing": missing}
-        write_record(out, "linear", settings, [r._asdict() for r in results])
-        console.print(f"written to {out}")
+    settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats, "missing": missing}
+    write_record(out, "linear", settings, [r._asdict() for r in results])
+    console.print(f"written to {out}")
 
 
 def _shape(text: str) -> tuple[int, int, int]:
