@@ -118,7 +118,8 @@ def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuse what does not make logits: states (..., d), a weight (classes, d) like them, and a bias (classes,)."""
     _floats("hidden", hidden, "(..., d)")
     _floats("weight", weight, "(classes, d)")
-    if "DTensor" in (kind.__name__ for kind in type(weight).__mro__):  # which takes long to import
+    kind = type(weight)
+    if kind not in (Tensor, torch.nn.Parameter) and kind.__name__ == "DTensor":  # which takes long to import
         raise TypeError(
             "weight: expected a tensor, found a DTensor: call the module that shards it, "
             "or give weight.to_local() and the group of its mesh"
@@ -152,8 +153,8 @@ def margins(delta: object, target: Tensor) -> Tensor:
     if not isinstance(delta, Tensor):
         found = number("delta", delta, 0, 1)
         if torch.compiler.is_compiling():  # written so, it is compiled once for any delta
-            return torch.ones((), device=target.device) * found
-        return torch.full((), found, device=target.device)
+            return torch.ones((), dtype=torch.float64, device=target.device) * found
+        return torch.full((), found, dtype=torch.float64, device=target.device)
     each_row("delta", delta, target)
     if delta.requires_grad:
         raise ValueError("delta: expected constants, found a tensor that requires a gradient")

@@ -42,7 +42,7 @@ def _logits(products: Tensor, bias: Tensor | None, cap: float, start: int) -> Te
     """In the accumulation dtype; the products themselves where nothing is to be done."""
     x = products.to(accumulation_dtype(products))
     if bias is not None:
-        x = x + bias[start : start + x.shape[1]]
+        x = x + bias[start : start + x.shape[1]].to(x.dtype)
     return cap * torch.tanh(x / cap) if cap else x
 
 
@@ -100,10 +100,10 @@ def finish(
     nll = (log_total - (own - top)).clamp_(min=0)
     sparse = settled.threshold > -INF
     loss = torch.where(sparse, torch.minimum(settled.mass.log1p(), nll), nll)
-    norm = (loss - nll) + ((top - lse) + log_total)  # what lse lost in rounding
+    norm = (loss - nll).masked_fill_(~sparse, 0) + ((top - lse) + log_total)  # with what lse lost in rounding
     share = torch.ones_like(loss)
     for weights in (None if class_weight is None else class_weight[label + first], row_weight):
-        share = share if weights is None else share * weights
+        share = share if weights is None else share * weights.to(share.dtype)
     loss = loss * share
     if reduction != "none":
         loss = loss.sum()
@@ -135,7 +135,9 @@ def differentiate(
     """Put the gradient in the place of a chunk of products of some rows."""
     x = _logits(products, bias, cap, start)
     here, at = _here(label[rows], start, x.shape[1])
-    q = (x - (lse + norm)[rows, None]).exp_().masked_fill_(x < threshold[rows, None], 0)
+    masked = x < threshold[rows, None]
+    masked[here, at] = False  # this product may round the label's logit otherwise than forward's did
+    q = (x - (lse + norm)[rows, None]).exp_().masked_fill_(masked, 0)
     q[here, at] -= 1
     q.mul_(factor[rows, None]).masked_fill_(kept[rows, None] <= 1, 0)
     if cap:

@@ -29,10 +29,19 @@ def _logit(x, bias, at, inside, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr)
     if BIASED:
         x += tl.load(bias + at, mask=inside).to(tl.float32)
     if CAPPED:
-        x = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)  # cap * tanh(x / cap)
+        u = x / cap
+        v = u * u
+        small = x * (1.0 - v * (1.0 / 3 - v * (2.0 / 15 - v * (17.0 / 315))))
+        x = tl.where(v < 0.02, small, cap * (2.0 / (1.0 + tl.exp(-2.0 * u)) - 1.0))  # cap * tanh(x / cap)
     if inside is not None:
         x = tl.where(inside, x, -float("inf"))
     return x
+
+
+@triton.jit
+def _at_least_0(x):
+    """A NaN stays one, unlike in `tl.maximum`."""
+    return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit
@@ -84,7 +93,7 @@ def _settle(
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(label + row)
     o = tl.load(own + row)
-    nll = tl.maximum(tl.log(tl.load(total + row)) - (o - tl.load(top + row)), 0.0)
+    nll = _at_least_0(tl.log(tl.load(total + row)) - (o - tl.load(top + row)))
     ratio = tl.load(delta + row * delta_stride).to(tl.float32) * tl.exp(nll)  # delta / p_t
     cut = tl.where(ratio < 1.0, o + tl.log(1.0 - ratio), -float("inf"))
     tl.store(threshold + row, cut)
@@ -153,8 +162,7 @@ def _finish(
     highest = tl.load(top + row, mask=inside, other=0.0)
     log_total = tl.log(tl.load(total + row, mask=inside, other=1.0))
     o = tl.load(own + row, mask=inside, other=0.0)
-    nll = tl.maximum(log_total - (o - highest), 0.0)
-    nll = tl.where(o == o, nll, o)
+    nll = _at_least_0(log_total - (o - highest))
     sparse = tl.load(threshold + row, mask=inside, other=0.0) > -float("inf")
     own_loss = tl.where(sparse, tl.minimum(_log1p(tl.load(mass + row, mask=inside, other=0.0)), nll), nll)
     all_log = highest + log_total
@@ -167,7 +175,8 @@ def _finish(
     tl.store(loss + row, own_loss * part, mask=inside)
     tl.store(kept + row, tl.where(valid, many, -1), mask=inside)  # -1 is told to the reduction, which tells the host
     tl.store(lse + row, all_log, mask=inside)
-    tl.store(norm + row, (own_loss - nll) + ((highest - all_log) + log_total), mask=inside)
+    lost = (highest - all_log) + log_total  # in rounding
+    tl.store(norm + row, tl.where(sparse, own_loss - nll, 0.0) + lost, mask=inside)
     tl.store(share + row, part, mask=inside)
     tl.store(right + row, o >= highest, mask=inside)
 
@@ -209,8 +218,9 @@ def _differentiate(
     x = tl.load(products, mask=at < width, other=0.0)
     x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
     q = tl.exp((x - tl.load(lse + row)) - tl.load(norm + row))
-    q = tl.where(x < tl.load(threshold + row), 0.0, q)
-    q = (q - tl.where(start + at == tl.load(label + row), 1.0, 0.0)) * tl.load(factor + row)
+    own = start + at == tl.load(label + row)  # kept, also if this product rounds its logit otherwise than forward's did
+    q = tl.where((x < tl.load(threshold + row)) & (own == 0), 0.0, q)
+    q = (q - tl.where(own, 1.0, 0.0)) * tl.load(factor + row)
     q = tl.where(tl.load(kept + row) > 1, q, 0.0)
     if CAPPED:
         q *= 1.0 - (x / cap) * (x / cap)
@@ -260,13 +270,13 @@ def _combine(
 
 @triton.jit
 def _spread(
-    coefficients, keys, order, hidden, grad, grad_bias, count, size,
+    coefficients, keys, order, hidden, grad, grad_bias, count, size, none,
     ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     j = tl.load(keys + entry)
     before = tl.load(keys + entry - 1, mask=entry > 0, other=-1)
-    if j != before:  # the first of its class does the work of all
+    if (j != before) & (j < none):  # the first of its class does the work of all
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
         total = tl.zeros((BLOCK,), tl.float32)
@@ -426,6 +436,6 @@ def spread(found: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad
         block = _block(size, 512)
         _spread[(count, triton.cdiv(size, block))](
             found.coefficients, keys, order, hidden, hidden if grad is None else grad,
-            hidden if grad_bias is None else grad_bias, count, size, ENTRIES=found.keys.shape[1],
+            hidden if grad_bias is None else grad_bias, count, size, found.none, ENTRIES=found.keys.shape[1],
             WEIGHTED=grad is not None, BIASED=grad_bias is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip

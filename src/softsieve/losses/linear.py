@@ -158,7 +158,7 @@ def linear_as_cross_entropy(
         raise ValueError(f"backend: {backend!r} cannot serve: {reason}")
 
     dtype, kind = hidden.dtype, hidden.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     rows, label = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
     if backend == "reference":
@@ -167,9 +167,10 @@ def linear_as_cross_entropy(
         )
     else:
         name = "" if group is None else group.group_name
+        others = weight, bias, label, margins, class_weight, row_weight
         loss, threshold, kept, lse, _, _, _, right, *_ = kernel.linear_as_cross_entropy(
-            rows.contiguous(), weight.contiguous(), bias, label, margins, class_weight, row_weight, ignore_index, cap,
-            reduction, backend, name,
+            rows.contiguous(), *(x if x is None else x.contiguous() for x in others), ignore_index, cap, reduction,
+            backend, name,
         )  # fmt: skip
     if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
@@ -202,7 +203,7 @@ def _plainly(
         logits = cap * torch.tanh(logits / cap)
     p, margin = logits.detach().softmax(-1), delta.to(logits.dtype).reshape(-1, 1)
     p_t = p.gather(1, label[:, None])
-    keep = (p_t - p <= margin) & counted[:, None]
+    keep = ~(p_t - p > margin) & counted[:, None]  # where there is a NaN, everything
     keep.scatter_(1, label[:, None], True)
     loss = F.cross_entropy(logits.masked_fill(~keep, -math.inf), label, reduction="none").where(counted, 0)
     share = counted.to(logits.dtype)
@@ -214,7 +215,7 @@ def _plainly(
     if reduction == "mean":
         total = share.sum()
         loss = loss / total.masked_fill(total == 0, 1)
-    dense = (p_t <= margin).squeeze(1) & counted
+    dense = ~(p_t > margin).squeeze(1) & counted
     right = (logits.gather(1, label[:, None]).squeeze(1) >= logits.amax(-1)) & counted
     threshold = torch.zeros_like(share).masked_fill(dense, -math.inf)
     return loss, threshold, keep.sum(-1) * counted, logits.detach().logsumexp(-1).where(counted, 0), right
