@@ -195,8 +195,8 @@ class AdaptiveSoftmax:
             tensor([3., 1.])
         """
         queries = self._queries("x", x)
-        k = max((k for k in self.calibrations if k), default=1)
-        if self._method(k, len(queries)) != "cascade" or self.guarantee == "pac":
+        k = self._largest_k()
+        if not self.estimates(len(queries)):
             found = self._exact_logits(queries)
         else:
             asked = cascade_answers.ask(self._built(), queries, self._fit(k), dense=True)
@@ -204,6 +204,18 @@ class AdaptiveSoftmax:
             if len(rest):
                 found[rest] = self._exact_logits(queries[rest])
         return found.reshape(*x.shape[:-1], -1)
+
+    def estimates(self, batch: int = 1) -> bool:
+        """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(2)).estimates()
+            False
+        """
+        return self.guarantee != "pac" and self._method(self._largest_k(), batch) == "cascade"
+
+    def _largest_k(self) -> int:
+        return max((k for k in self.calibrations if k), default=1)
 
     def sample(
         self,

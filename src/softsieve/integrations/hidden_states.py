@@ -152,16 +152,16 @@ def collect(
     layer = output_layer(model)
     lead = torch.tensor([] if first is None else [first], dtype=torch.long)
     _check_size(model, tokens, lead, window)
-    some = torch.cat([lead, next(iter(tokens.values()))])[: min(_CHECKED, window)]
-    beta, softcap = _after_layer(model, layer, some)
+    probe = torch.cat([lead, next(iter(tokens.values()))])[: min(_CHECKED, window)]
+    beta, softcap = after_layer(model, layer, probe)
     corpora = {}
     for name, ids in tokens.items():
         test = round(len(ids) * test_share)
         if not 0 < test < len(ids):
             raise InputError(f"{name}: expected queries to calibrate and to test, found {len(ids) - test} and {test}")
         parts = []
-        for windows in _batches(ids, lead, window, batch_size):
-            states = _inputs_of(layer, model, windows)[:, len(lead) :].flatten(0, 1)
+        for some in windows(ids, lead, window, batch_size):
+            states = inputs_of(layer, model, some)[:, len(lead) :].flatten(0, 1)
             parts.append(_stored(states, dtype, name))
             progress(len(states))
         rows = torch.cat(parts)
@@ -181,7 +181,7 @@ def _check_size(model: Any, tokens: Mapping[str, Tensor], lead: Tensor, window: 
         raise InputError(f"tokenizer: expected tokens below {known}, which the model knows, found {largest}")
 
 
-def _batches(ids: Tensor, lead: Tensor, window: int, batch_size: int) -> list[Tensor]:
+def windows(ids: Tensor, lead: Tensor, window: int, batch_size: int) -> list[Tensor]:
     """Windows of one length, so that there is nothing to pad; what is left over is a batch of one."""
     size = window - len(lead)
     whole = len(ids) // size * size
@@ -195,7 +195,7 @@ class _Reached(Exception):  # noqa: N818
     """Carries the states out of a model that has no more to do."""
 
 
-def _inputs_of(layer: nn.Module, model: Any, ids: Tensor) -> Tensor:
+def inputs_of(layer: nn.Module, model: Any, ids: Tensor) -> Tensor:
     """What the model gives to its output layer; there it ends, before the logits."""
 
     def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -212,9 +212,9 @@ def _inputs_of(layer: nn.Module, model: Any, ids: Tensor) -> Tensor:
     raise InputError(f"model: expected one that uses its output embeddings, found {type(model).__name__}")
 
 
-def _after_layer(model: Any, layer: nn.Module, ids: Tensor) -> tuple[float, float | None]:
+def after_layer(model: Any, layer: nn.Module, ids: Tensor) -> tuple[float, float | None]:
     """``beta`` and ``softcap`` of `Head`, confirmed on the model's own logits."""
-    plain = layer(_inputs_of(layer, model, ids[None])).double()
+    plain = layer(inputs_of(layer, model, ids[None])).double()
     found = model(input_ids=ids[None].to(model.device), use_cache=False).logits.double()
     softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     expected = plain if softcap is None else softcap * torch.tanh(plain / softcap)
