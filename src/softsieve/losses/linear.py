@@ -29,6 +29,12 @@ class LinearASStats(NamedTuple):
         dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
         lse: float32 (float64 for float64), shape of the target. Log-sum-exp over *all* classes.
         right: bool, shape of the target. No class has a larger logit than the target: its mean is the accuracy.
+
+    Example:
+        >>> states, weight = torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+        >>> _, stats = linear_as_cross_entropy(states, weight, torch.tensor([0, 1]), return_stats=True)
+        >>> stats.solved.tolist(), stats.kept.tolist(), stats.right.tolist()
+        ([True, False], [1, 3], [True, False])
     """
 
     solved: Tensor
