@@ -331,7 +331,8 @@ def forward(case: Case, dtype: torch.dtype, backend: str, **options: Any) -> ker
     """What the kernels save."""
     hidden, weight, _, target = (x.detach() for x in case.arguments(dtype))
     delta = torch.tensor(options.get("delta", DELTA), device=DEVICE)
-    return kernel.forward(hidden, weight, None, target, delta, None, None, IGNORED, 0.0, "mean", backend, "")[1]
+    found = kernel.forward(hidden, weight, None, target, delta, None, None, IGNORED, 0.0, "mean", backend, "")
+    return kernel.Saved._make(found[1:])
 
 
 @needs_triton

@@ -35,6 +35,8 @@ WORK = 116 << 20  # bytes that backward works with, the buffer of logits include
 ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gradient
 TRITON = "triton"
 
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 class Layer(NamedTuple):
     """What makes logits."""
@@ -110,8 +112,8 @@ def forward(
     reduction: str,
     backend: str,
     group: str,
-) -> tuple[Tensor, Saved]:
-    """Loss, reduced, and what backward needs."""
+) -> Outputs:
+    """Loss, reduced, and the fields of `Saved`."""
     exchange = _Exchange(group)
     first, classes = exchange.place(len(weight), hidden.device)
     if class_weight is not None and class_weight.shape != (classes,):
@@ -126,7 +128,10 @@ def forward(
     count = int(counted.sum())
     label = target - first if first else target
     if count == rows:
-        return _settle(layer, label, delta, class_weight, row_weight, first, classes, reduction, backend, exchange)
+        loss, saved = _settle(
+            layer, label, delta, class_weight, row_weight, first, classes, reduction, backend, exchange
+        )
+        return loss, *saved
     loss, saved = _nothing(hidden, reduction, backend)
     if count:
         chosen = torch.nonzero_static(counted, size=count).squeeze(1)
@@ -139,10 +144,11 @@ def forward(
         for all_rows, own in zip(saved[:-1], of_rows[:-1], strict=True):
             all_rows[chosen] = own
         saved = saved._replace(counts=of_rows.counts)
-        if reduction != "none":
-            return found, saved
-        loss[chosen] = found
-    return loss, saved
+        if reduction == "none":
+            loss[chosen] = found
+        else:
+            loss = found
+    return loss, *saved
 
 
 def _nothing(hidden: Tensor, reduction: str, backend: str) -> tuple[Tensor, Saved]:
@@ -356,48 +362,13 @@ class _Exchange:
 #
 # As registered custom ops for compiled graphs and tensor subclasses, by an autograd.Function in eager mode.
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    delta: Tensor,
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    ignore_index: int,
-    cap: float,
-    reduction: str,
-    backend: str,
-    group: str,
-) -> Outputs:
-    loss, saved = forward(
-        hidden, weight, bias, target, delta, class_weight, row_weight, ignore_index, cap, reduction, backend, group
-    )
-    return loss, *saved
-
-
-forward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy", _forward, mutates_args=())
+forward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy", forward, mutates_args=())
 backward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy_backward", backward, mutates_args=())
 
 
 @forward_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    delta: Tensor,
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    ignore_index: int,
-    cap: float,
-    reduction: str,
-    backend: str,
-    group: str,
-) -> Outputs:
+def _(hidden: Tensor, *more: Any) -> Outputs:
+    *_, reduction, backend, _ = more
     rows, listed = hidden.shape[0], _kernels(backend).LISTED
     row = hidden.new_empty(rows, dtype=accumulation_dtype(hidden))
     loss = torch.empty_like(row) if reduction == "none" else row.new_empty(())
@@ -450,7 +421,7 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Function(torch.autograd.Function):
-    forward = staticmethod(_forward)
+    forward = staticmethod(forward)
     setup_context = staticmethod(_save)
     backward = staticmethod(once_differentiable(_differentiate))  # type: ignore[assignment]
 
