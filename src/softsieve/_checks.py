@@ -77,8 +77,8 @@ def logits(value: Tensor) -> None:
         raise ValueError(f"logits: expected a non-empty tensor (..., classes), found shape {tuple(value.shape)}")
 
 
-def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
-    """Refuse targets that do not fit ``like``, the logits: one integer a row, or one 0/1 a class for multi-label."""
+def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str = "logits") -> None:
+    """Refuse targets that do not fit ``like``: one integer a row, or one 0/1 a class for multi-label."""
     _plain_tensor("target", value)
     allowed = (torch.bool, *_INTEGER, *_FLOATING) if multilabel else _INTEGER
     if value.dtype not in allowed:
@@ -87,9 +87,9 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False) -> None:
     shape = like.shape if multilabel else like.shape[:-1]
     if value.shape != shape:
         raise ValueError(
-            f"target: expected shape {tuple(shape)} for logits of shape {tuple(like.shape)}, found {tuple(value.shape)}"
+            f"target: expected shape {tuple(shape)} for {name} of shape {tuple(like.shape)}, found {tuple(value.shape)}"
         )
-    same_device("target", value, like)
+    same_device("target", value, like, name)
 
 
 def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: bool = True) -> None:
@@ -106,9 +106,9 @@ def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: b
     same_device(name, value, like)
 
 
-def same_device(name: str, value: Tensor, like: Tensor) -> None:
+def same_device(name: str, value: Tensor, like: Tensor, what: str = "logits") -> None:
     if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, where the logits are, found {value.device}")
+        raise ValueError(f"{name}: expected device {like.device}, where the {what} are, found {value.device}")
 
 
 # -- linear layers with a loss -----------------------------------------------------------------------------------------

@@ -210,4 +210,6 @@ def test_queries_of_a_text() -> None:
     found = collect_queries(model, Letters(), text, count=100, window=40)
     assert found.shape == (100, 32)
     with pytest.raises(InputError, match="expected at least 1000 tokens"):
-        collect_queries(model, Letters(), text, count=1000)
+        collect_queries(model, Letters(), text, count=1000, window=40)
+    with pytest.raises(InputError, match="window: expected 1 to 64 tokens, found 65"):
+        collect_queries(model, Letters(), text, count=100, window=65)

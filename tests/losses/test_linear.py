@@ -998,7 +998,8 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none", "softcap": 8.0}, {"weighted": torch.float32}, {"weighted": torch.float64}]
 )
-def test_compiled(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(backend: str, options: dict[str, Any]) -> None:
     hidden, weight, bias, target = make_case().arguments(torch.float32)
     if weighted := options.pop("weighted", None):
         options = {
@@ -1008,7 +1009,7 @@ def test_compiled(options: dict[str, Any]) -> None:
 
     def step(h: Tensor, delta: float) -> Tensor:
         loss, stats = linear_as_cross_entropy(
-            h * 2, weight, target, bias=bias, delta=delta, backend="torch", return_stats=True, **options
+            h * 2, weight, target, bias=bias, delta=delta, backend=backend, return_stats=True, **options
         )
         total: Tensor = loss.sum() + stats.kept.sum()
         return total

@@ -190,8 +190,9 @@ def measure(
 
     calls = [forward_backward(loss) for loss in everything.values()]
     timed = times(calls, repeats=repeats, device=device)
-    some = torch.randperm(rows, device=device)[:512].sort().values
-    columns = torch.cat([torch.unique(target[some])[:256], torch.randperm(classes, device=device)[:256]])
+    shuffle = partial(torch.randperm, generator=torch.Generator(device).manual_seed(0), device=device)
+    some = shuffle(rows)[:512].sort().values
+    columns = torch.cat([torch.unique(target[some])[:256], shuffle(classes)[:256]])
     exact: dict[float, tuple[Tensor, Tensor]] = {}
     if check:
         with torch.no_grad():

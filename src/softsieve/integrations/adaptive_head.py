@@ -15,13 +15,21 @@ from torch import Tensor, nn
 from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax
-from softsieve.integrations.hidden_states import after_layer, first_token, inputs_of, output_layer, tokens_of, windows
+from softsieve.integrations.hidden_states import (
+    after_layer,
+    check_size,
+    first_token,
+    inputs_of,
+    output_layer,
+    tokens_of,
+    windows,
+)
 
 _PROBED = 16  # tokens over which the model's own logits are looked at
 
 
 class AdaptiveHead(nn.Linear):
-    """An output layer with the parameters of another: exact in training and for prompts, adaptive for new tokens.
+    """An output layer with the parameters of another: exact for prompts and with gradients, adaptive for new tokens.
 
     For a new token of a few sequences the logits are those of `AdaptiveSoftmax.logits`: exact for the rows that could
     be among the largest, estimated elsewhere. Names of parameters stay what they were, so tied weights stay tied and
@@ -73,8 +81,10 @@ def collect_queries(
     lead = first_token(tokenizer)
     start = torch.tensor([] if lead is None else [lead], dtype=torch.long)
     layer, parts = output_layer(model), []
+    ids = tokens_of(tokenizer, text, count=count)
+    check_size(model, {"text": ids}, start, window)
     with torch.no_grad():
-        for some in windows(tokens_of(tokenizer, text, count=count), start, window, batch_size):
+        for some in windows(ids, start, window, batch_size):
             parts.append(inputs_of(layer, model, some)[:, len(start) :].flatten(0, 1).cpu())
     return torch.cat(parts)
 

@@ -151,7 +151,7 @@ def collect(
     """
     layer = output_layer(model)
     lead = torch.tensor([] if first is None else [first], dtype=torch.long)
-    _check_size(model, tokens, lead, window)
+    check_size(model, tokens, lead, window)
     probe = torch.cat([lead, next(iter(tokens.values()))])[: min(_CHECKED, window)]
     beta, softcap = after_layer(model, layer, probe)
     corpora = {}
@@ -171,7 +171,8 @@ def collect(
     return Head(weight, None if bias is None else _stored(bias, dtype, "bias"), beta, softcap, corpora)
 
 
-def _check_size(model: Any, tokens: Mapping[str, Tensor], lead: Tensor, window: int) -> None:
+def check_size(model: Any, tokens: Mapping[str, Tensor], lead: Tensor, window: int) -> None:
+    """Refuse windows longer than the model reads, and tokens that it does not know."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
     if not len(lead) < window <= longest:
         raise InputError(f"window: expected {len(lead) + 1} to {longest} tokens, found {window}")

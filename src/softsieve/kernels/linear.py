@@ -13,7 +13,7 @@ Backward takes dense and wide rows together, gathered, through products of matri
 listed. Nothing is added up in an order that depends on chance.
 
 With a group the weight is one of several shards of rows, in order of the ranks: two small exchanges make the normaliser
-and the kept sum those of all classes.
+and the kept sum those of all classes, after one of the shards' sizes.
 """
 
 from __future__ import annotations

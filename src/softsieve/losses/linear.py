@@ -110,7 +110,7 @@ def linear_as_cross_entropy(
         weight: of the layer, in the dtype of the states (autocast casts both).
         target: class labels, any integer dtype.
         bias: of the layer.
-        delta: margin in [0, 1], a number or one for each row.
+        delta: margin in [0, 1], a number or one for each row (which are not looked at on a GPU).
         ignore_index: label of rows that add nothing to loss, gradient or statistics, and cost nothing; any integer.
         reduction: ``"none"``, ``"mean"`` (weighted, over the rows that count; 0 if they weigh nothing) or ``"sum"``.
         class_weight: weight of each class; a row is weighted by that of its target.
@@ -145,7 +145,7 @@ def linear_as_cross_entropy(
     Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
     """
     _checks.linear_layer(hidden, weight, bias)
-    _checks.target(target, hidden)
+    _checks.target(target, hidden, name="hidden states")
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.choice("backend", backend, BACKENDS)
