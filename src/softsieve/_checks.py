@@ -211,10 +211,11 @@ def vector(name: str, value: Tensor, weight: Tensor) -> None:
     finite(name, value)
 
 
-def queries(name: str, value: Tensor, weight: Tensor) -> None:
-    """Refuse what are not finite queries (..., d) for the weight."""
+def queries(name: str, value: Tensor, weight: Tensor, *, look: bool = True) -> None:
+    """Refuse what are not queries (..., d) for the weight, finite ones if they are looked at."""
     _floats(name, value, "(..., d)")
     if value.ndim == 0 or value.shape[-1] != weight.shape[1]:
         raise ValueError(f"{name}: expected shape (..., {weight.shape[1]}), found {tuple(value.shape)}")
     _beside_weight(name, value, weight)
-    finite(name, value)
+    if look:
+        finite(name, value)

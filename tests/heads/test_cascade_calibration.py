@@ -18,9 +18,9 @@ from softsieve import AdaptiveSoftmax
 from softsieve.bench.synthetic_heads import make_head
 from softsieve.errors import InputError
 from softsieve.heads import TopK, cascade_calibration, index_file
-from softsieve.heads.cascade import Asked, Index
+from softsieve.heads.cascade import Asked, Index, plan_of
 from softsieve.heads.cascade_answers import DriftWarning, WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration, Truth, _cheapest, allowed, half_width, needed, plan
+from softsieve.heads.cascade_calibration import CascadeCalibration, Truth, _cheapest, allowed, half_width, needed
 from softsieve.reference import heads as reference
 from tests.heads.instances import Made, Maker, common, gaussian, heavy_tailed, peaked, plausible, right
 
@@ -716,8 +716,8 @@ def test_values_that_cannot_be(name: str, content: Content, tmp_path: Path) -> N
 
 
 def test_plan() -> None:
-    assert plan(FIT) == (2, 0, 0, math.inf, 3.0, 0.5, math.log(0.15), 1.0, math.log(1.3), 0.0, math.inf)
-    assert plan(FIT, tolerance=math.inf).tolerance == math.inf
+    assert plan_of(FIT) == (2, 0, 0, math.inf, 3.0, 0.5, math.log(0.15), 1.0, math.log(1.3), 0.0, math.inf)
+    assert plan_of(FIT, math.inf).tolerance == math.inf
 
 
 def test_previews_are_those_that_cost_least() -> None:

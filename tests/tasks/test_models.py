@@ -66,7 +66,7 @@ def test_it_runs_without_values(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BODIES)
 def test_a_training_step_is_captured_in_a_cuda_graph(name: str) -> None:
-    from softsieve.training.graphs import Graphed
+    from softsieve._graphs import Graphed
 
     body, inputs = make(name)
     model = Classifier(body, torch.nn.Linear(body.features, 5)).cuda()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve.training.checkpoint import checkpoints
-from softsieve.training.graphs import Graphed
+from softsieve._graphs import Graphed
 from softsieve.training.rows import Rows
 from tests.training.helpers import Net, equal_weights, flags, points, tokens, trainer
 

@@ -44,10 +44,11 @@ def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[t
     for _ in range(repeats):
         for call, milliseconds in zip(calls, taken, strict=True):
             milliseconds.append(_milliseconds(call, device))
-    return [_percentiles(milliseconds) for milliseconds in taken]
+    return [percentiles(milliseconds) for milliseconds in taken]
 
 
-def _percentiles(values: list[float]) -> tuple[float, float, float]:
+def percentiles(values: list[float]) -> tuple[float, float, float]:
+    """The 20th, the 50th and the 80th."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     fifths = statistics.quantiles(values, n=5, method="inclusive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ class SyntheticHead(NamedTuple):
     test: Tensor
 
 
-def make_head(n: int, d: int, *, rank: int, calibration: int = 1000, test: int = 500, seed: int = 0) -> SyntheticHead:
+def make_head(
+    n: int, d: int, *, rank: int, calibration: int = 1000, test: int = 500, seed: int = 0, device: str = "cpu"
+) -> SyntheticHead:
     """Rows with a decaying spectrum, and queries of effective rank ``rank`` that are each about a row, more or less.
 
     The effective rank is the participation ratio ``(sum lambda)^2 / sum lambda^2`` of the queries' second moment, whose
@@ -32,7 +35,8 @@ def make_head(n: int, d: int, *, rank: int, calibration: int = 1000, test: int =
         n, d: shape of the weight.
         rank: at most d.
         calibration, test: how many queries.
-        seed: of everything that is drawn.
+        seed: of everything that is drawn; the same numbers on every device of a kind.
+        device: where all of it is.
 
     Example:
         >>> head = make_head(1000, 64, rank=16, calibration=300, test=100)
@@ -45,25 +49,26 @@ def make_head(n: int, d: int, *, rank: int, calibration: int = 1000, test: int =
     """
     if not 1 <= rank <= d:
         raise ValueError(f"rank: expected 1 to d = {d}, found {rank}")
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=g, device=device)
     span = min(d, _SPAN * rank)
-    decay = _decay(span, rank)
-    directions = torch.linalg.qr(torch.randn(d, span, generator=g)).Q.T  # (span, d)
-    signal = torch.randn(n, span, generator=g)
+    decay = _decay(span, rank).to(device)
+    directions = torch.linalg.qr(normal(d, span)).Q.T  # (span, d)
+    signal = normal(n, span)
     row_scale, query_scale = decay**-0.5, 1 / decay
     tail = (_ROW_TAIL * row_scale.square().sum() / d).sqrt()
     weight = (signal * row_scale) @ directions
-    weight += torch.randn(n, d, generator=g) * tail
+    weight += normal(n, d) * tail
     weight = weight.bfloat16()
 
     count = calibration + test
     logit_scale = row_scale * query_scale
-    lift = torch.empty(count, 1).uniform_(*_LIFT, generator=g) * logit_scale.norm() / logit_scale.sum()
+    lift = torch.empty(count, 1, device=device).uniform_(*_LIFT, generator=g) * logit_scale.norm() / logit_scale.sum()
     alike = lift.clamp_max(0.95)  # correlation of a query with the row it is about
-    about = torch.multinomial(1 / torch.arange(10.0, n + 10), count, replacement=True, generator=g)
-    mixed = alike * signal[about] + (1 - alike.square()).sqrt() * torch.randn(count, span, generator=g)
+    about = torch.multinomial(1 / torch.arange(10.0, n + 10, device=device), count, replacement=True, generator=g)
+    mixed = alike * signal[about] + (1 - alike.square()).sqrt() * normal(count, span)
     tail = (_QUERY_TAIL * query_scale.square().sum() / d).sqrt()
-    queries = (mixed * query_scale) @ directions + torch.randn(count, d, generator=g) * tail
+    queries = (mixed * query_scale) @ directions + normal(count, d) * tail
     queries *= _temperature(weight.float(), queries[:256])
     return SyntheticHead(weight, queries[:calibration], queries[calibration:])
 

@@ -7,6 +7,7 @@ from softsieve.cli.bench_linear import linear
 from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
 from softsieve.cli.experiment import experiment
+from softsieve.cli.generate import generate
 from softsieve.cli.head import head
 from softsieve.cli.head_bench import head_bench, head_scaling
 from softsieve.cli.head_index import build, calibrate, query
@@ -25,6 +26,7 @@ app.add_typer(head, name="head")
 for command in (build, calibrate, query):
     head.command()(command)
 head.command("bench")(head_bench)
+app.command()(generate)
 bench.command("head-scaling")(head_scaling)
 bench.command()(linear)
 app.add_typer(experiment, name="experiment")

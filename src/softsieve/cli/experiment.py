@@ -54,8 +54,8 @@ def watched(out: Path) -> Iterator[Report]:
             progress.update(bar, completed=1.0)  # whatever the shares were rounded to
 
 
-def say(out: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
-    """The rows as a table, and where the results are."""
+def say(out: Path, rows: Sequence[Mapping[str, Any]] = (), *, more: Sequence[str] = ()) -> None:
+    """The rows as a table, and where the results are; ``more`` are suffixes of further files."""
     from rich.console import Console
     from rich.table import Table
 
@@ -70,7 +70,7 @@ def say(out: Path, rows: Sequence[Mapping[str, Any]] = ()) -> None:
             values = ("" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
             table.add_row(*values)
         console.print(table)
-    console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in SUFFIXES)}")
+    console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, *more))}")
 
 
 def _names(files: Mapping[str, Any]) -> dict[str, str]:
@@ -264,3 +264,70 @@ def linear_training(
             )
         write_results(out, "linear-training", {"text": text.name, "words": words, **chosen}, rows, suite.draw(runs))
     say(out, rows)
+
+
+@experiment.command()
+def perplexity(
+    model: Annotated[str, typer.Option(help="name or folder of a Hugging Face causal language model")],
+    text: Annotated[Path, typer.Option(help="a UTF-8 file, may be .gz or .xz")],
+    calibration: Annotated[int, typer.Option(min=2, help="tokens of its beginning to calibrate with")] = 4000,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens after these to measure")] = 2000,
+    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
+    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    k: Annotated[list[int], typer.Option(min=1, help="how many of the largest logits are exact; several")] = [1, 8, 64],  # noqa: B006
+    window: Annotated[int, typer.Option(min=2, help="tokens that the model reads at a time")] = 256,
+    bos: Annotated[
+        bool | None,
+        typer.Option(help="begin every window with the token for that; if not given: as the tokenizer does"),
+    ] = None,
+    seed: Seed = 0,
+    out: Annotated[Path, _out("perplexity")] = Path("perplexity"),
+) -> None:
+    """Perplexity of a text from all logits of an adaptive head, one token at a time, beside the exact one."""
+    with watched(out) as report:
+        import os
+
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
+        import torch
+
+        from softsieve import _checks
+        from softsieve.bench.record import write_record
+        from softsieve.experiments import perplexity as suite
+        from softsieve.experiments.output import beside, write_results
+        from softsieve.integrations.hidden_states import first_token, load_model, load_tokenizer, output_layer
+        from softsieve.tasks.files import read_text
+
+        for name, value in {"eps": eps, "delta": delta}.items():
+            _checks.open_unit(name, value)
+        content = read_text(text)
+        tokenizer = load_tokenizer(model)
+        first = first_token(tokenizer, bos=bos)
+        report("loading the model", 0)
+        network = load_model(model, dtype=torch.float32)
+        weight: Any = output_layer(network).weight
+        for one in k:
+            _checks.whole_number("k", one, 1, len(weight))
+        half: Report = lambda what, share: report(what, share / 2)  # noqa: E731
+        chosen: dict[str, Any] = {"calibration": calibration, "tokens": tokens, "window": window, "first": first}
+        reading = suite.read(network, tokenizer, content, **chosen, place=str(text), report=half)
+        promise: dict[str, Any] = {"eps": eps, "delta": delta, "ks": k, "seed": seed}
+        found = suite.measure(reading, **promise, report=half)
+        rows = suite.summary(found)
+        n, d = reading.head.weight.shape
+        named = {"model": Path(model).name if Path(model).is_dir() else model, "text": text.name, "n": n, "d": d}
+        about = {**named, **chosen, **promise}
+        write_results(out, "perplexity", about, rows, suite.draw(found))
+        write_record(beside(out, ".json"), "perplexity", about, rows)
+    shown = [
+        {
+            "head": row["head"],
+            "k": row["k"],
+            "perplexity": row["perplexity"],
+            "ratio": f"{row['ratio']:.4f} ± {row['ratio_error']:.4f}",
+            "exactly": f"{row['exact_share']:.1%}",
+            "MB a token": f"{row['bytes_read'] / 1e6:.2f}",
+            "bytes": f"{row['bytes_ratio']:.1f}x",
+        }
+        for row in rows
+    ]
+    say(out, shown, more=[".json"])

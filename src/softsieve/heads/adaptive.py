@@ -22,8 +22,9 @@ from softsieve.heads.basis import Moments
 from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
 from softsieve.heads.calibration import Calibration
 from softsieve.heads.cascade import Cascade
-from softsieve.heads.cascade_answers import WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.cascade_answers import Estimated, WeightChanged
+from softsieve.heads.cascade_calibration import CascadeCalibration, Engine
+from softsieve.heads.cascade_gpu import GpuCascade, reason_against
 from softsieve.heads.hadamard import padded, random_signs, rotate
 from softsieve.heads.reader import Reader
 from softsieve.heads.results import Coverage, LogPartition, TopK
@@ -52,8 +53,9 @@ class AdaptiveSoftmax:
         eps, delta: what is guaranteed, both in (0, 1).
         beta: inverse temperature.
         method: ``"cascade"``, ours: short codes of all rows, longer ones of those that may matter, exact rows of the
-            last; for a weight on a CPU. ``"coordinates"``, the algorithm of `Adaptive Sampling for Efficient Softmax
-            Approximation` (NeurIPS 2024) for any k: entries are read in a weighted random order until intervals decide.
+            last; for a weight on a CPU, or on a GPU with Triton. ``"coordinates"``, the algorithm of `Adaptive Sampling
+            for Efficient Softmax Approximation` (NeurIPS 2024) for any k: entries are read in a weighted random order
+            until intervals decide.
             ``"exact"`` reads everything. ``"auto"`` takes what is faster in time: once calibrated the cascade, for
             batches up to the size that `calibrate` measured, else ``"exact"``.
         guarantee: what answers rest on.
@@ -108,11 +110,13 @@ class AdaptiveSoftmax:
                 raise TypeError(f"{name}: expected a bool, found {type(flag).__name__}")
         _checks.whole_number("seed", seed, -(2**63), 2**63 - 1)
         if method == "cascade":
-            _on_cpu(weight)
+            _can_cascade(weight)
             if not read_chosen:
                 raise ValueError(
                     "read_chosen: expected True, because a cascade reads the chosen rows in full, found False"
                 )
+            if guarantee == "pac" and not weight.is_cpu:
+                raise ValueError(f"guarantee: expected 'calibrated' for a cascade on {weight.device}, found 'pac'")
         if noise is not None and guarantee != "pac":
             raise ValueError("noise: expected None, because a calibrated guarantee declares nothing, found a number")
         if method != "coordinates" and (noise is not None or rotate):
@@ -128,7 +132,7 @@ class AdaptiveSoftmax:
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
         self.calibrations: dict[int, Calibration | CascadeCalibration] = {}  # by k, 0 for `log_partition`
         self.index: cascade.Index | None = None
-        self._cascade: Cascade | None = None
+        self._cascade: Engine | None = None
         self._dithered: Dithered | None = None
         self._versions: tuple[int | None, ...] = ()
         self._plain = self._reader = Reader(self.weight)
@@ -160,8 +164,7 @@ class AdaptiveSoftmax:
             RuntimeError: when ``guarantee="calibrated"`` and `calibrate` was not called.
         """
         _checks.whole_number("k", k, 1, len(self.weight))
-        queries = self._queries("x", x)
-        return TopK(*self._solve(queries, k, generator, x.shape[:-1]))
+        return TopK(*self._asked(x, k, generator))
 
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
         """The logarithm of ``sum_i exp(logits_i)``, whose sum is within ``eps`` of the true one, relatively.
@@ -180,8 +183,7 @@ class AdaptiveSoftmax:
             >>> abs(found.exp() / exact.exp() - 1).item() < 0.1
             True
         """
-        queries = self._queries("x", x)
-        return LogPartition(*self._solve(queries, 0, generator, x.shape[:-1])[3:])
+        return LogPartition(*self._asked(x, 0, generator)[3:])
 
     def logits(self, x: Tensor) -> Tensor:
         """All logits, (..., n): exact for the rows that a cascade reads in full, estimates elsewhere.
@@ -195,15 +197,25 @@ class AdaptiveSoftmax:
             tensor([3., 1.])
         """
         queries = self._queries("x", x)
-        k = self._largest_k()
-        if not self.estimates(len(queries)):
-            found = self._exact_logits(queries)
+        found = self.estimated(queries)
+        if found is None:
+            logits = self._exact_logits(queries)
         else:
-            asked = cascade_answers.ask(self._built(), queries, self._fit(k), dense=True)
-            found, rest = asked.dense, asked.state.nonzero()[:, 0]
-            if len(rest):
-                found[rest] = self._exact_logits(queries[rest])
-        return found.reshape(*x.shape[:-1], -1)
+            logits = found.logits
+            if found.rest:
+                logits[found.rest] = self._exact_logits(queries[found.rest])
+        return logits.reshape(*x.shape[:-1], -1)
+
+    def estimated(self, queries: Tensor) -> Estimated | None:
+        """`logits` of queries times beta (batch, d), as far as a cascade answers; None when none is to be asked.
+
+        For layers that answer the rest themselves. Nothing is checked.
+        """
+        k = self._largest_k()
+        if self.guarantee == "pac" or self._method(k, len(queries)) != "cascade":
+            return None
+        engine = self._built()
+        return cascade_answers.estimate(engine, queries, self._fit(k)) if isinstance(engine, Cascade) else None
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact.
@@ -271,7 +283,7 @@ class AdaptiveSoftmax:
             [1, 8]
         """
         self._for_cascade("build")
-        moments = Moments(self.weight.shape[1] + (self.bias is not None))
+        moments = Moments(self.weight.shape[1] + (self.bias is not None), self.weight.device)
         for part in [queries] if isinstance(queries, Tensor) else queries:
             moments.update(self._extended(self._queries("queries", part)))
         if not moments.count:
@@ -308,8 +320,9 @@ class AdaptiveSoftmax:
                 f"found {self.guarantee!r} and {self.method!r}"
             )
         ks = list(k) if isinstance(k, Sequence) else [k]
+        most = len(self.weight) if self.weight.is_cpu else min(len(self.weight), cascade_calibration.MOST_K)
         for one in ks:
-            _checks.whole_number("k", one, 0, len(self.weight))
+            _checks.whole_number("k", one, 0, most if self.method != "coordinates" else len(self.weight))
         sample = self._queries("queries", queries)
         if self.method == "coordinates":
             found = [self._calibrate_coordinates(sample, one, generator) for one in ks]
@@ -345,8 +358,8 @@ class AdaptiveSoftmax:
         fewest = cascade_calibration.needed(self.delta)
         self._warn_if_few(len(sample), fewest if self.index is not None else 2 * fewest)
         if self.index is None:
-            mixed = torch.randperm(len(sample), generator=generator)
-            moments = Moments(self.weight.shape[1] + (self.bias is not None))
+            mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
+            moments = Moments(self.weight.shape[1] + (self.bias is not None), sample.device)
             moments.update(self._extended(sample[mixed[: max(1, len(sample) // 2)]]))
             sample = sample[mixed[len(sample) // 2 :]]
             self._use(cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=part))
@@ -363,9 +376,12 @@ class AdaptiveSoftmax:
                 generator=generator,
                 progress=part,
             )
-            batch = cascade_calibration.measured_batch(
-                partial(engine.ask, plan=cascade_calibration.plan(fit)), partial(self._solve_exactly, k=k), sample
+            fast = (
+                partial(engine.solve, fit=fit, scale=1.0)
+                if isinstance(engine, GpuCascade)
+                else partial(engine.answer, fit=fit)
             )
+            batch = cascade_calibration.measured_batch(fast, partial(self._solve_exactly, k=k), sample)
             self.calibrations[k] = fit._replace(batch=batch)
             found.append(self.calibrations[k])
         return found
@@ -419,14 +435,15 @@ class AdaptiveSoftmax:
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
-    def _queries(self, name: str, x: Tensor) -> Tensor:
-        """Checked, times beta, (batch, d)."""
-        _checks.queries(name, x, self.weight)
+    def _queries(self, name: str, x: Tensor, *, look: bool = True) -> Tensor:
+        """Checked, times beta, (batch, d); numbers are not looked at if not asked to, which would wait for a GPU."""
+        _checks.queries(name, x, self.weight, look=look)
         scaled = x.detach().reshape(-1, x.shape[-1]).to(self._plain.dtype)
         if self.beta != 1:
             scaled = scaled * self.beta
-            _checks.finite(f"{name} times beta", scaled)
-        elif x.dtype != scaled.dtype:
+            if look:
+                _checks.finite(f"{name} times beta", scaled)
+        elif x.dtype != scaled.dtype and look:
             _checks.finite(name, scaled)
         return scaled
 
@@ -463,6 +480,25 @@ class AdaptiveSoftmax:
         """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
         return min((other for other in self.calibrations if other == k or other >= k > 0), default=None)
 
+    def _asked(self, x: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
+        """Answer queries (..., d) as they are."""
+        if self.weight.is_cpu:
+            return self._solve(self._queries("x", x), k, generator, x.shape[:-1])
+        _checks.queries("x", x, self.weight, look=False)
+        method = self._method(k, x.numel() // x.shape[-1])
+        if method == "cascade":
+            return self._solve_on_gpu(x.detach().reshape(-1, x.shape[-1]), k, x.shape[:-1], scale=self.beta)
+        return self._solve(self._queries("x", x, look=method != "exact"), k, generator, x.shape[:-1])
+
+    def _solve_on_gpu(self, rows: Tensor, k: int, shape: tuple[int, ...], *, scale: float) -> coordinates.Answer:
+        """Answer queries (batch, d), to be scaled, without waiting for the device."""
+        engine, fit = self._built(), self._fit(k)
+        assert isinstance(engine, GpuCascade)  # noqa: S101
+        found = engine.solve(rows, fit, scale=scale)[0]
+        some = (found.indices[:, :k], found.probs[:, :k], found.logits[:, :k])
+        answer = (*some, found.log_z, found.interval, found.coordinates, found.bytes_read, found.state != 0)
+        return coordinates.Answer(*(value.reshape((*shape, *value.shape[1:])) for value in answer))
+
     def _solve(
         self,
         queries: Tensor,
@@ -475,8 +511,10 @@ class AdaptiveSoftmax:
         """Answer all queries as if they came so many at a time, all at once unless given; fields in this shape."""
         method = self._method(k, len(queries) if batch is None else batch)
         if method == "cascade" and self.guarantee != "pac":
-            fit = self._fit(k)
-            answer = cascade_answers.solve(self._built(), queries, fit, self._solve_exactly, shape)
+            fit, engine = self._fit(k), self._built()
+            if isinstance(engine, GpuCascade):  # of queries that are times beta already
+                return self._solve_on_gpu(queries, k, shape, scale=1.0)
+            answer = cascade_answers.solve(engine, queries, fit, self._solve_exactly, shape)
             if fit.k != k:
                 answer = answer._replace(
                     indices=answer.indices[..., :k], probs=answer.probs[..., :k], logits=answer.logits[..., :k]
@@ -490,12 +528,13 @@ class AdaptiveSoftmax:
                 answer = self._dithered_codes().solve(self._problem(queries, k), self.delta)
             answer = coordinates.Answer(*(value.reshape((*shape, *value.shape[1:])) for value in answer))
         log_z = answer.log_z
-        if not (np.isfinite(log_z.numpy()) if log_z.is_cpu else log_z.isfinite()).all():
+        looked_at = log_z.is_cpu or method != "exact"  # on a GPU, looking is waiting for it
+        if looked_at and not (np.isfinite(log_z.numpy()) if log_z.is_cpu else log_z.isfinite()).all():
             raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
 
     def _solve_exactly(self, queries: Tensor, k: int) -> coordinates.Answer:
-        return coordinates.solve(self._problem(queries, k), coordinates.NoRounds(), None)
+        return coordinates.exactly(self._problem(queries, k))
 
     def _fit(self, k: int) -> CascadeCalibration:
         """The calibration of the cascade that serves for k."""
@@ -539,10 +578,11 @@ class AdaptiveSoftmax:
                 f"{what}: expected method='cascade' or 'auto' and guarantee='calibrated', "
                 f"found {self.method!r} and {self.guarantee!r}"
             )
-        _on_cpu(self.weight)
+        _can_cascade(self.weight)
 
     def _use(self, index: cascade.Index) -> None:
-        self.index, self._cascade = index, Cascade(index, self.weight, self.bias, self.beta)
+        engine = Cascade if self.weight.is_cpu else GpuCascade
+        self.index, self._cascade = index, engine(index, self.weight, self.bias, self.beta)
         self._versions = self._now()
 
     def _now(self) -> tuple[int | None, ...]:
@@ -555,7 +595,7 @@ class AdaptiveSoftmax:
         assert self.index is not None  # noqa: S101
         return (cascade.checksums(self.weight, self.bias) != self.index.checksums).nonzero()[:, 0]
 
-    def _built(self, *, check: bool = True) -> Cascade:
+    def _built(self, *, check: bool = True) -> Engine:
         """The engine, refused when the weight is not what it was built of."""
         if self._cascade is None:
             raise RuntimeError("no index yet: call build(queries) and calibrate(queries), or calibrate alone")
@@ -579,14 +619,24 @@ class AdaptiveSoftmax:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, weight: bool = True) -> None:
         """Write everything to one safetensors file, all or nothing.
+
+        Args:
+            weight: whether the weight and the bias are written, too. If not, `load` has to be given them.
 
         Raises:
             InputError: when it cannot be written; what was there stays.
         """
-        from softsieve.heads import index_file
+        from softsieve.heads import index_file, left_out
 
+        tensors, settings = self._content()
+        if not weight:
+            left_out.take_out(tensors, settings)
+        index_file.write(Path(path), tensors, settings)
+
+    def _content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and settings that it can be made of again."""
         tensors = {"weight": self.weight}
         if self.bias is not None:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
@@ -600,34 +650,57 @@ class AdaptiveSoftmax:
                 tensors[f"calibrations.{k}"] = found.scale
         if self.index is not None:
             tensors |= {f"index.{name}": value for name, value in self.index._asdict().items()}
-        index_file.write(Path(path), tensors, settings)
+        return tensors, settings
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> AdaptiveSoftmax:
+    def load(
+        cls, path: str | os.PathLike[str], *, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> AdaptiveSoftmax:
         """Read what `save` wrote. Executes nothing.
 
+        Args:
+            weight, bias: those of the head, if it was saved without. They are used where they are, not copied.
+
         Raises:
-            InputError: for a file that cannot be read, is truncated, or is not a saved head.
+            InputError: for a file that cannot be read, is truncated, or is not a saved head; for a weight or bias that
+                is not the one that the file was made of, is missing, or is given to a file that has its own.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> weight = torch.randn(1000, 64)
+            >>> with TemporaryDirectory() as folder:
+            ...     AdaptiveSoftmax(weight, eps=0.1).save(f"{folder}/head.safetensors", weight=False)
+            ...     AdaptiveSoftmax.load(f"{folder}/head.safetensors", weight=weight).eps
+            0.1
         """
-        from softsieve.heads import index_file
+        from softsieve.heads import index_file, left_out
 
         tensors, settings = index_file.read(Path(path))
         try:
-            head = cls(tensors.pop("weight"), tensors.pop("bias", None), **{n: settings.pop(n) for n in _SETTINGS})
-            if "index.centre" in tensors:
-                head._for_cascade("index")
-                index = cascade.Index(*(tensors.pop(f"index.{name}") for name in cascade.Index._fields))
-                cascade.check(index, head.weight, head.bias)
-                head._use(index)
-            for k, found in settings.pop("calibrations").items():
-                if isinstance(found, dict):
-                    head._restore_cascade(int(k), found)
-                else:
-                    head._restore(int(k), tensors.pop(f"calibrations.{k}"), found)
-            if settings or tensors:
-                raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")
+            left_out.put_back(Path(path), tensors, settings, weight, bias)
+            return cls._from_content(tensors, settings)
+        except InputError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: broken: {error}") from error
+
+    @classmethod
+    def _from_content(cls, tensors: dict[str, Tensor], settings: dict[str, Any]) -> AdaptiveSoftmax:
+        """From what `_content` gives, which is used up."""
+        head = cls(tensors.pop("weight"), tensors.pop("bias", None), **{n: settings.pop(n) for n in _SETTINGS})
+        if "index.centre" in tensors:
+            head._for_cascade("index")
+            parts = (tensors.pop(f"index.{name}") for name in cascade.Index._fields)
+            index = cascade.Index(*(part.to(head.weight.device) for part in parts))
+            cascade.check(index, head.weight, head.bias)
+            head._use(index)
+        for k, found in settings.pop("calibrations").items():
+            if isinstance(found, dict):
+                head._restore_cascade(int(k), found)
+            else:
+                head._restore(int(k), tensors.pop(f"calibrations.{k}"), found)
+        if settings or tensors:
+            raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")
         return head
 
     def _restore(self, k: int, scale: Tensor, queries: int) -> None:
@@ -644,15 +717,18 @@ class AdaptiveSoftmax:
         if self.index is None:
             raise ValueError(f"calibrations.{k}: expected an index with it, found none")
         previews = len(self.index.steps)
-        self.calibrations[k] = cascade_calibration.restored(found, k=k, rows=len(self.weight), previews=previews)
+        self.calibrations[k] = cascade_calibration.restored(
+            found, k=k, rows=len(self.weight), previews=previews, tiers=len(self.index.tier_steps)
+        )
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
 
 
-def _on_cpu(weight: Tensor) -> None:
-    if weight.device.type != "cpu":
-        raise ValueError(f"method: the cascade runs on a CPU, found a weight on {weight.device}")
+def _can_cascade(weight: Tensor) -> None:
+    reason = None if weight.is_cpu else reason_against(weight)
+    if reason is not None:
+        raise ValueError(f"method: no cascade here: {reason}")
 
 
 def _some(rows: Tensor) -> str:

@@ -21,9 +21,9 @@ class Moments:
         (2, [[5.0, 0.0], [0.0, 0.0]])
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.count = 0
-        self._sum = torch.zeros(size, size, dtype=torch.float64)
+        self._sum = torch.zeros(size, size, dtype=torch.float64, device=device)
 
     def update(self, queries: Tensor) -> None:
         """Add queries (N, size)."""
@@ -53,7 +53,7 @@ def joint_basis(query_moment: Tensor, row_moment: Tensor) -> Basis:
     # Above this size, float64 takes minutes, and prefixes need no more than float32.
     dtype = torch.float64 if len(query_moment) <= 2048 else torch.float32
     scale = _mean(query_moment)
-    ridge = RIDGE * torch.eye(len(query_moment), dtype=torch.float64)
+    ridge = RIDGE * torch.eye(len(query_moment), dtype=torch.float64, device=query_moment.device)
     factor = torch.linalg.cholesky(query_moment.double() / scale + ridge).to(dtype)
     rows = (row_moment.double() / _mean(row_moment)).to(dtype)
     rotation = torch.linalg.eigh(factor.T @ rows @ factor).eigenvectors.flip(1)

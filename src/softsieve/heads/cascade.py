@@ -8,6 +8,7 @@ exponential makes of its variance. Which width suffices is found by calibration 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from softsieve._progress import Report, in_silence
 from softsieve.heads.basis import Moments, joint_basis
 
 if TYPE_CHECKING:
+    from softsieve.heads.cascade_calibration import CascadeCalibration
     from softsieve.kernels import cascade_numba as kernels
 
 BLOCK = 512  # rows of the preview that are coded together, as the kernels have it
@@ -30,6 +32,8 @@ CLIP = 12.0  # root mean squares of a column that codes reach; a row beyond has 
 LEVELS = 255  # of a predicted deviation
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row, as the kernels have it
 PROBES = 64  # rows that are always read
+ROW = 192  # bytes that could be read in order in the time that one more row takes, besides its own
+LOOK = 8  # columns that could be read in the time that masses and margins of a preview take
 SAMPLES = 4  # of them that are kept, to notice that the weight has changed
 
 
@@ -81,9 +85,9 @@ def build(
 
     Takes two passes over the weight, some rows at a time.
     """
-    rows, size = len(weight), weight.shape[1] + (bias is not None)
+    rows, size, device = len(weight), weight.shape[1] + (bias is not None), weight.device
     share = 0.3 / max(1, math.ceil(rows * size / CHUNK))
-    total, second = torch.zeros(size, dtype=torch.float64), Moments(size)
+    total, second = torch.zeros(size, dtype=torch.float64, device=device), Moments(size, device)
     for _, part in _parts(weight, bias):
         total += part.sum(0, dtype=torch.float64)
         second.update(part)
@@ -91,7 +95,7 @@ def build(
     centre = total / rows
     row_moment = second.mean - torch.outer(centre, centre)
     progress("basis", 0.05)
-    basis = joint_basis(moments.mean, row_moment)
+    basis = joint_basis(moments.mean.to(device), row_moment)
     previews, tiers = lengths(size)
     longest = max(tiers[-1], previews[-1])
     variance = (basis.expand.double() * (row_moment @ basis.expand.double())).sum(0).clamp_min(0)[:longest]
@@ -103,19 +107,20 @@ def build(
         basis.expand,
         (basis.project[:longest] * unit[:, None]).bfloat16(),
         unit,
-        torch.zeros(math.ceil(rows / BLOCK), previews[-1], BLOCK, dtype=torch.int8),
-        torch.empty(len(previews), rows, dtype=torch.uint8),
-        torch.zeros(len(previews)),
-        torch.zeros(rows, SPREADS + longest, dtype=torch.int8),
-        torch.zeros(len(tiers)),
-        torch.randperm(rows, generator=generator)[: min(PROBES, rows)],
+        torch.zeros(math.ceil(rows / BLOCK), previews[-1], BLOCK, dtype=torch.int8, device=device),
+        torch.empty(len(previews), rows, dtype=torch.uint8, device=device),
+        torch.zeros(len(previews), device=device),
+        torch.zeros(rows, SPREADS + longest, dtype=torch.int8, device=device),
+        torch.zeros(len(tiers), device=device),
+        torch.randperm(rows, generator=generator)[: min(PROBES, rows)].to(device),
         checksums(weight, bias),
     )
-    deviations = torch.empty(len(previews) + len(tiers), rows)
+    deviations = torch.empty(len(previews) + len(tiers), rows, device=device)
+    every = torch.arange(rows, device=device)
     for start, part in _parts(weight, bias):
-        deviations[:, start : start + len(part)] = _code(index, torch.arange(start, start + len(part)), part)
+        deviations[:, start : start + len(part)] = _code(index, every[start : start + len(part)], part)
         progress("codes", 2 * share)
-    _set_spreads(index, torch.arange(rows), deviations)
+    _set_spreads(index, every, deviations)
     progress("codes", 0.05)
     return index
 
@@ -153,7 +158,8 @@ def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
     """A number for the bits of every row: their sum with random odd factors, modulo 2^64."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (weight.shape[1] + 1,), generator=generator) * 2 + 1
-    found = torch.empty(len(weight), dtype=torch.int64)
+    factors = factors.to(weight.device)
+    found = torch.empty(len(weight), dtype=torch.int64, device=weight.device)
     step = max(1, CHUNK // weight.shape[1])
     for start in range(0, len(weight), step):
         some = slice(start, start + step)
@@ -188,7 +194,7 @@ def _code(index: Index, rows: Tensor, part: Tensor) -> Tensor:
     gain = turned.square() - (turned - codes * index.unit).square_()
     explained = gain.double().cumsum_(-1)
     previews, tiers = lengths(len(index.centre))
-    ends = torch.tensor([*previews, *tiers]) - 1
+    ends = torch.tensor([*previews, *tiers], device=part.device) - 1
     small = codes.to(torch.int8)
     index.records[rows, SPREADS:] = small
     index.columns[rows // BLOCK, :, rows % BLOCK] = small[:, : index.columns.shape[1]]
@@ -246,7 +252,7 @@ class Asked(NamedTuple):
 
 
 class Cascade:
-    """An index with its weight, ready to be asked from any thread."""
+    """An index with its weight on a CPU, ready to be asked from any thread."""
 
     def __init__(self, index: Index, weight: Tensor, bias: Tensor | None, beta: float) -> None:
         from softsieve.kernels import cascade_numba as kernels
@@ -255,6 +261,7 @@ class Cascade:
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         previews, tiers = lengths(len(index.centre))
         self.previews = len(previews)
+        self.again = float(LOOK * len(weight))  # what a second preview costs besides its columns, in bytes
         raw = raw_bits(weight)
         self._arrays = kernels.Index(
             raw,
@@ -275,6 +282,21 @@ class Cascade:
         self._kind = np.float64 if self.dtype == torch.float64 else np.float32
         self._ask = kernels.ask
         self._local = threading.local()
+
+    @property
+    def shapes(self) -> list[dict[str, int]]:
+        """What calibration chooses from."""
+        return [{"first": level, "second": level} for level in range(self.previews)]
+
+    def cost(self, asked: Asked, fit: CascadeCalibration) -> Tensor:
+        """Bytes that could be read in order in the time that each answer takes, but for exact ones."""
+        return asked.bytes_read.double() + ROW * asked.survivors.double()
+
+    def answer(
+        self, x: Tensor, fit: CascadeCalibration, *, tolerance: float | None = None, dense: bool = False
+    ) -> Asked:
+        """Answer queries times beta (batch, d); the half width of log Z to reach is what eps says unless given."""
+        return self.ask(x, plan_of(fit, tolerance), dense=dense)
 
     def ask(self, x: Tensor, plan: kernels.Plan, *, dense: bool = False) -> Asked:
         """Answer queries times beta (batch, d), each by itself."""
@@ -336,6 +358,26 @@ def raw_bits(values: Tensor) -> Any:
     """As an array, without a copy: bfloat16 as uint16 and float16 as int16, which the kernels know."""
     same = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
     return values.view(same[values.dtype]).numpy() if values.dtype in same else values.numpy()
+
+
+@functools.lru_cache
+def plan_of(fit: CascadeCalibration, tolerance: float | None = None) -> kernels.Plan:
+    """What the kernel is told; the half width of log Z to reach is what eps says unless given."""
+    from softsieve.kernels.cascade_numba import Plan
+
+    return Plan(
+        fit.k,
+        fit.first,
+        fit.second,
+        fit.limit,
+        fit.width,
+        fit.correction,
+        math.log(fit.eps / 2),
+        fit.doubt,
+        math.log1p(fit.eps) if tolerance is None else tolerance,
+        fit.low,
+        fit.high,
+    )
 
 
 _LOCK = threading.Lock()

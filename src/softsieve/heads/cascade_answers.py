@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve.heads.cascade import Asked, Cascade
-from softsieve.heads.cascade_calibration import CascadeCalibration, half_width, plan
+from softsieve.heads.cascade import Cascade, plan_of
+from softsieve.heads.cascade_calibration import CascadeCalibration, half_width
 from softsieve.heads.coordinates import Answer
 
 CHANGED, DRIFTED = 1, 2  # states of a query, as the kernels have them
@@ -40,7 +40,7 @@ def solve(
     Raises:
         WeightChanged: when the kernel finds other rows than the index was built of.
     """
-    indices, logits, numbers = cascade.raw(x, plan(calibration))
+    indices, logits, numbers = cascade.raw(x, plan_of(calibration))
     state, log_z = numbers[:, 0], numbers[:, 1].astype(logits.dtype)
     half = half_width(numbers[:, 2], calibration).astype(logits.dtype)
     interval = np.empty((len(log_z), 2), logits.dtype)
@@ -57,11 +57,27 @@ def solve(
     return Answer(*(torch.from_numpy(value.reshape(shape + value.shape[1:])) for value in fields))
 
 
-def ask(cascade: Cascade, x: Tensor, calibration: CascadeCalibration, *, dense: bool = False) -> Asked:
-    """What the kernel answers; warns of queries unlike the calibration's."""
-    asked = cascade.ask(x, plan(calibration), dense=dense)
-    _look_at(asked.state.numpy(), asked.scale.numpy(), calibration)
-    return asked
+class Estimated(NamedTuple):
+    """Logits of all rows, times beta."""
+
+    logits: Tensor  # (batch, n): exact for rows that were read in full, elsewhere estimates
+    rest: list[int]  # queries that the kernel does not answer, whose logits are anything
+    bytes_read: int  # in all
+
+
+def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Estimated:
+    """All logits of queries times beta, as `solve` with as little around the kernel as there can be.
+
+    Raises:
+        WeightChanged: when the kernel finds other rows than the index was built of.
+    """
+    logits = torch.empty(len(x), len(cascade.weight), dtype=cascade.dtype)
+    numbers = cascade.raw(x, plan_of(calibration), logits.numpy())[2]
+    state, rest = numbers[:, 0], []
+    if state.any():
+        _look_at(state, numbers[:, 5], calibration)
+        rest = state.nonzero()[0].tolist()
+    return Estimated(logits, rest, int(numbers[:, 4].sum()))
 
 
 def _look_at(state: Any, scale: Any, calibration: CascadeCalibration) -> None:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from softsieve._progress import Report, in_silence
 from softsieve.heads.cascade import Asked, Cascade
+from softsieve.heads.cascade_gpu import GpuCascade
 from softsieve.heads.reader import Reader
 
-if TYPE_CHECKING:
-    from softsieve.kernels.cascade_numba import Plan
+Engine = Cascade | GpuCascade
 
+CAPACITY, MOST_K = 8192, 64  # on a GPU, as the kernels have them
 CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
 WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
-ROW = 192  # bytes that could be read in order in the time that one more row takes, besides its own
-LOOK = 8  # columns that could be read in the time that masses and margins of a preview take
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _AT_ONCE = 1 << 24  # logits that are there at a time
+_CLOSE = 8  # rows besides the top k that may be among them but for rounding
 
 
 class CascadeCalibration(NamedTuple):
@@ -48,9 +47,11 @@ class CascadeCalibration(NamedTuple):
     low: float
     high: float
     batch: int  # up to so many queries at a time the cascade was measured to be faster than the exact product
+    tier: int = -1  # on a GPU, where `first` is a tier, too: that of the rows that are left, -1 for none
+    capacity: int = 0  # on a GPU: survivors of the preview that there is room for; 0: this is for a CPU
 
 
-def restored(found: dict[str, Any], *, k: int, rows: int, previews: int) -> CascadeCalibration:
+def restored(found: dict[str, Any], *, k: int, rows: int, previews: int, tiers: int) -> CascadeCalibration:
     """A calibration from what a file says.
 
     Raises:
@@ -59,12 +60,15 @@ def restored(found: dict[str, Any], *, k: int, rows: int, previews: int) -> Casc
     if set(found) != set(CascadeCalibration._fields):
         raise ValueError(f"calibrations.{k}: expected {sorted(CascadeCalibration._fields)}, found {sorted(found)}")
     for name, value in found.items():
-        whole = name in ("k", "queries", "first", "second", "batch")
+        whole = name in ("k", "queries", "first", "second", "batch", "tier", "capacity")
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise TypeError(f"calibrations.{k}: {name}: expected a number, found {value!r}")
-        if math.isnan(value) or value < 0:
+        if math.isnan(value) or value < (-1 if name == "tier" else 0):
             raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {value!r}")
-    if found["k"] != k or k > rows or not found["first"] <= found["second"] < previews:
+    room = found["capacity"]
+    levels = tiers if room else previews
+    fits = found["first"] <= found["second"] < levels and found["tier"] < tiers and room & (room - 1) == 0
+    if found["k"] != k or k > rows or not fits or room > CAPACITY or (room and k > MOST_K):
         raise ValueError(f"calibrations.{k}: made for another head")
     return CascadeCalibration(**found)
 
@@ -119,7 +123,12 @@ def truth(reader: Reader, x: Tensor, bias: Tensor | None, k: int) -> Truth:
         logits = reader.full(part)
         if bias is not None:
             logits += bias
-        found.append(Truth(logits.topk(k, -1).values, logits.logsumexp(-1)))
+        best, rows = logits.topk(k if x.is_cpu else min(k + _CLOSE, reader.rows), -1)
+        if not x.is_cpu and k:  # matrix units round more than single rows are
+            query = torch.arange(len(part), device=x.device)[:, None].expand_as(rows)
+            best = reader.pairs(query.reshape(-1), rows.reshape(-1), part).view_as(rows)
+            best = (best if bias is None else best + bias[rows]).topk(k, -1).values
+        found.append(Truth(best, logits.logsumexp(-1)))
     return Truth(torch.cat([f.best for f in found]), torch.cat([f.log_z for f in found]))
 
 
@@ -133,7 +142,7 @@ def right(asked: Asked, exact: Truth, calibration: CascadeCalibration) -> Tensor
     top = ((asked.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - asked.log_z
     ratio = error.expm1() if calibration.k else (-error).expm1()  # probabilities have the normaliser below the line
-    inside = error.abs() <= torch.from_numpy(half_width(asked.half.numpy(), calibration)) + rounding
+    inside: Tensor = error.abs() <= half_width(asked.half, calibration) + rounding
     return (top & (ratio.abs() <= calibration.eps + rounding) & inside) | (asked.state != 0)
 
 
@@ -147,39 +156,19 @@ def half_width(doubt: Any, calibration: CascadeCalibration) -> Any:
     return (doubt * min(calibration.interval, 1e30)).clip(least, promised)
 
 
-@functools.lru_cache
-def plan(calibration: CascadeCalibration, *, tolerance: float | None = None) -> Plan:
-    """What the kernel is told; the half width of log Z to reach is what eps says unless given."""
-    from softsieve.kernels.cascade_numba import Plan
-
-    return Plan(
-        calibration.k,
-        calibration.first,
-        calibration.second,
-        calibration.limit,
-        calibration.width,
-        calibration.correction,
-        math.log(calibration.eps / 2),
-        calibration.doubt,
-        math.log1p(calibration.eps) if tolerance is None else tolerance,
-        calibration.low,
-        calibration.high,
-    )
-
-
 class _Sample(NamedTuple):
     """Queries with their exact answers."""
 
-    cascade: Cascade
+    engine: Engine
     x: Tensor
     exact: Truth
 
     def some(self, rows: Tensor) -> _Sample:
-        return _Sample(self.cascade, self.x[rows], self.exact.some(rows))
+        return _Sample(self.engine, self.x[rows], self.exact.some(rows))
 
     def ask(self, calibration: CascadeCalibration) -> tuple[Asked, Tensor, float]:
         """Answers, whether they are right, and the share of the weight's bytes that they read, in the mean."""
-        asked = self.cascade.ask(self.x, plan(calibration))
+        asked = self.engine.answer(self.x, calibration)
         return asked, right(asked, self.exact, calibration), float(self.read(asked).mean()) / self.whole
 
     def read(self, asked: Asked) -> Tensor:
@@ -189,11 +178,11 @@ class _Sample(NamedTuple):
     @property
     def whole(self) -> int:
         """Bytes of the weight."""
-        return self.cascade.weight.numel() * self.cascade.weight.element_size()
+        return self.engine.weight.numel() * self.engine.weight.element_size()
 
 
 def calibrate(
-    cascade: Cascade,
+    engine: Engine,
     x: Tensor,
     exact: Truth,
     *,
@@ -211,9 +200,9 @@ def calibrate(
     enough if no more scores are above it than `allowed`; of those the one is taken with which least is read.
     """
     shaping_count = _shaping(len(x))
-    mixed = torch.randperm(len(x), generator=generator)
+    mixed = torch.randperm(len(x), generator=generator).to(x.device)
     shaping, deciding = (
-        _Sample(cascade, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:])
+        _Sample(engine, x, exact).some(part) for part in (mixed[:shaping_count], mixed[shaping_count:])
     )
     found = CascadeCalibration(
         k, eps, delta, len(x), 1.0, 1.0, 0, 0, 0.0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
@@ -228,26 +217,33 @@ def calibrate(
 
 def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> CascadeCalibration:
     """Choose everything but the width, which is a first guess."""
-    previews = sample.cascade.previews
+    engine = sample.engine
+    shapes = engine.shapes
     errors = int(start.delta * len(sample.x) / 2)
     found = []
-    for level in range(previews):
+    for shape in shapes:
         low, high = 0, len(WIDTHS) - 1  # the narrowest width with few errors, by bisection
         while low < high:
             middle = (low + high + 1) // 2
-            _, fine, _ = sample.ask(start._replace(first=level, second=level, width=WIDTHS[middle]))
+            _, fine, _ = sample.ask(start._replace(**shape, width=WIDTHS[middle]))
             if len(fine) - int(fine.sum()) <= errors:
                 low = middle
             else:
                 high = middle - 1
-        asked, _, _ = sample.ask(start._replace(first=level, second=level, width=WIDTHS[low]))
-        found.append((WIDTHS[low], asked.survivors, sample.read(asked) + ROW * asked.survivors.double()))
-        progress("choosing a preview", 0.4 / previews)
-    best = _cheapest(start, found, LOOK * len(sample.cascade.weight))
+        trial = start._replace(**shape, width=WIDTHS[low])
+        asked, _, _ = sample.ask(trial)
+        cost = engine.cost(asked, trial) + (asked.state != 0) * sample.whole
+        found.append((trial, asked.survivors, cost))
+        progress("choosing a preview", 0.4 / len(shapes))
+    if isinstance(engine, GpuCascade):
+        best, survivors, _ = min(found, key=lambda one: float(one[2].mean()))
+        best = best._replace(capacity=engine.room(survivors))
+    else:
+        best = _cheapest(start, [(one.width, survivors, cost) for one, survivors, cost in found], engine.again)
     trials = []
     for correction in CORRECTIONS:
         trial = best._replace(correction=correction)
-        asked = sample.cascade.ask(sample.x, plan(trial._replace(doubt=1.0), tolerance=math.inf))
+        asked = engine.answer(sample.x, trial._replace(doubt=1.0), tolerance=1e30)
         error = (sample.exact.log_z.double() - asked.log_z)[asked.state == 0]
         # Errors of rows that are lost are no matter of the correction.
         trials.append((float(error.clamp(-1, 1).square().mean()), trial, error, asked))
@@ -319,5 +315,7 @@ def _seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
     for _ in range(5):
         start = time.perf_counter()
         call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         taken.append(time.perf_counter() - start)
     return sorted(taken)[len(taken) // 2]

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import os
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +19,7 @@ from torch import Tensor, nn
 
 from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
-from softsieve.heads import AdaptiveSoftmax
+from softsieve.heads import AdaptiveSoftmax, WeightChanged
 from softsieve.integrations.hidden_states import (
     after_layer,
     check_size,
@@ -24,7 +29,11 @@ from softsieve.integrations.hidden_states import (
     tokens_of,
     windows,
 )
+from softsieve.integrations.plain_layer import check_linear, plain_layer
+from softsieve.tasks.files import read_text
 
+INDEX = "adaptive_head.safetensors"  # in the folder of a model
+EPS, DELTA, K = 0.3, 0.01, 1  # unless given
 _PROBED = 16  # tokens over which the model's own logits are looked at
 
 
@@ -38,6 +47,7 @@ class AdaptiveHead(nn.Linear):
     Attributes:
         head: what answers.
         answered, exactly: new tokens so far, and those of them that were answered with the exact product.
+        bytes_read: of index and weight for them; an exact product reads all of the weight, once for a batch.
     """
 
     def __init__(self, layer: Any, head: AdaptiveSoftmax) -> None:
@@ -46,7 +56,7 @@ class AdaptiveHead(nn.Linear):
         self.bias = getattr(layer, "bias", None)  # type: ignore[assignment]
         self.out_features, self.in_features = self.weight.shape
         self.head = head
-        self.answered = self.exactly = 0
+        self.answered = self.exactly = self.bytes_read = 0
         self._layer: tuple[nn.Module] = (layer,)  # in a tuple, it is no part of the model
 
     @property
@@ -58,31 +68,131 @@ class AdaptiveHead(nn.Linear):
         new = hidden.ndim > 1 and hidden.shape[-2] == 1  # one token of each sequence
         if self.training or torch.is_grad_enabled() or not new:
             return F.linear(hidden, self.weight, self.bias)
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        self._check()
+        head, rows = self.head, hidden.detach().reshape(-1, hidden.shape[-1])
+        queries = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        found = head.estimated(queries if head.beta == 1 else queries * head.beta)
         self.answered += len(rows)
-        if not self.head.estimates(len(rows)):
-            self.exactly += len(rows)
-            return F.linear(hidden, self.weight, self.bias)
-        logits = self.head.logits(rows) / self.head.beta
-        return logits.to(hidden.dtype).reshape(*hidden.shape[:-1], -1)
+        if found is None:
+            return self._exact(hidden, len(rows))
+        self.bytes_read += found.bytes_read
+        logits = found.logits if head.beta == 1 else found.logits.div_(head.beta)
+        logits = logits.to(hidden.dtype)
+        if found.rest:
+            logits[found.rest] = self._exact(rows[found.rest], len(found.rest))
+        return logits.view(*hidden.shape[:-1], -1)
+
+    def _exact(self, hidden: Tensor, tokens: int) -> Tensor:
+        self.exactly += tokens
+        self.bytes_read += sum(
+            value.numel() * value.element_size() for value in (self.weight, self.bias) if value is not None
+        )
+        return F.linear(hidden, self.weight, self.bias)
+
+    def _check(self) -> None:
+        """Refuse a parameter that has been given other memory, as ``model.to`` and ``model.half`` do."""
+        if self.weight.data_ptr() != self.head.weight.data_ptr():
+            raise WeightChanged(
+                "weight: not where it was when the index was built, as after model.to or model.half: "
+                "call restore_head, and accelerate_head again"
+            )
+
+    def save_index(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything but the weight to ``adaptive_head.safetensors``; with a warning, not if the weight changed.
+
+        Raises:
+            InputError: when it cannot be written; what was there stays.
+        """
+        try:
+            self._check()
+            self.head._built()
+        except WeightChanged:
+            warnings.warn("adaptive head: its index is not saved, for the weight has changed since", stacklevel=3)
+        else:
+            self.head.save(Path(folder, INDEX), weight=False)
+
+    # What answers has memory of its threads and arrays that are the parameters': neither can be copied.
+
+    def __getstate__(self) -> dict[str, Any]:
+        tensors, settings = self.head._content()
+        kept = {name: value for name, value in tensors.items() if name not in ("weight", "bias")}
+        return {**self.__dict__, "head": (kept, settings)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors, settings = state["head"]
+        super().__setstate__({name: value for name, value in state.items() if name != "head"})  # type: ignore[no-untyped-call]
+        own = {"weight": self.weight, "bias": self.bias}
+        tensors = tensors | {name: value.detach() for name, value in own.items() if value is not None}
+        self.head = AdaptiveSoftmax._from_content(tensors, dict(settings))
+        self.head._versions = ()  # whether the weight is the one of the index is looked at when it is asked
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.head!r}"
 
 
+class _Saving:
+    """``save_pretrained`` of a model with an adaptive head: its index goes to the same folder.
+
+    An object, not a function, so that a copy of the model saves the copy.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.before = model, model.__dict__.get("save_pretrained")
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        model, layer = self.model, self.model.get_output_embeddings()
+        save = self.before or type(model).save_pretrained.__get__(model)
+        given = inspect.signature(save).bind(save_directory, *args, **options)
+        given.apply_defaults()
+        main = given.arguments.get("is_main_process", True)
+        if not isinstance(layer, AdaptiveHead) or not model.should_save_on_this_rank(main):
+            return save(save_directory, *args, **options)
+        if not given.arguments.get("push_to_hub", False):
+            result = save(save_directory, *args, **options)
+            layer.save_index(save_directory)
+            return result
+
+        def upload(folder: Any, *args: Any, **options: Any) -> Any:
+            layer.save_index(folder)
+            return type(model)._upload_modified_files(model, folder, *args, **options)
+
+        model._upload_modified_files = upload  # what is there by then is uploaded
+        try:
+            return save(save_directory, *args, **options)
+        finally:
+            del model._upload_modified_files
+
+
 def collect_queries(
-    model: Any, tokenizer: Any, text: str, *, count: int = 4000, window: int = 256, batch_size: int = 8
+    model: Any,
+    tokenizer: Any,
+    text: str | os.PathLike[str],
+    *,
+    count: int = 4000,
+    window: int = 256,
+    batch_size: int = 8,
 ) -> Tensor:
     """What the output layer of a model is given at the first tokens of a text, (count, d).
 
+    Args:
+        model, tokenizer: of Hugging Face.
+        text: the text itself or, as a `Path`, a UTF-8 file of it, which may be a .gz or .xz.
+        count: tokens.
+        window: tokens that the model reads at a time, knowing nothing of those before.
+        batch_size: windows that it reads at a time.
+
     Raises:
-        InputError: when the text has fewer tokens, or the model cannot read it.
+        InputError: when the text has fewer tokens, or the model cannot read it; for a file without text in UTF-8.
     """
+    place = "text"
+    if isinstance(text, os.PathLike):
+        place = str(text)
+        text = read_text(Path(text))
     lead = first_token(tokenizer)
     start = torch.tensor([] if lead is None else [lead], dtype=torch.long)
     layer, parts = output_layer(model), []
-    ids = tokens_of(tokenizer, text, count=count)
-    check_size(model, {"text": ids}, start, window)
+    ids = tokens_of(tokenizer, text, count=count, place=place)
+    check_size(model, {place: ids}, start, window)
     with torch.no_grad():
         for some in windows(ids, start, window, batch_size):
             parts.append(inputs_of(layer, model, some)[:, len(start) :].flatten(0, 1).cpu())
@@ -91,11 +201,12 @@ def collect_queries(
 
 def accelerate_head(
     model: Any,
-    queries: Tensor,
+    queries: Tensor | None = None,
     *,
-    eps: float = 0.3,
-    delta: float = 0.01,
-    k: int | Sequence[int] = 1,
+    eps: float | None = None,
+    delta: float | None = None,
+    k: int | Sequence[int] | None = None,
+    index: str | os.PathLike[str] | None = None,
     generator: torch.Generator | None = None,
     progress: Report = in_silence,
 ) -> AdaptiveHead:
@@ -104,12 +215,17 @@ def accelerate_head(
     ``model.generate`` works as before, with any way of choosing tokens. With probability ``1 - delta`` the k largest
     logits of a token are the exact ones, for states like those in ``queries``.
 
+    From now on ``model.save_pretrained`` also writes the index, to ``adaptive_head.safetensors``. A model that is
+    loaded from such a folder needs no queries any more: ``accelerate_head(model)``.
+
     Args:
         model: a Hugging Face causal language model on a CPU.
-        queries: hidden states that its output layer gets, (N, d); `collect_queries` makes them from a text.
-        eps: relative error of the largest probabilities.
-        delta: chance of a wrong answer.
-        k: how many of the largest logits are to be exact; several: the largest.
+        queries: hidden states that its output layer gets, (N, d); `collect_queries` makes them from a text. None: the
+            index is read.
+        eps: relative error of the largest probabilities; 0.3 unless given.
+        delta: chance of a wrong answer; 0.01 unless given.
+        k: how many of the largest logits are to be exact; several: the largest; 1 unless given.
+        index: where the index is, a file or a folder; None: the folder that the model came from.
         generator: of what is drawn in the calibration.
         progress: told how far it is.
 
@@ -117,25 +233,35 @@ def accelerate_head(
         The layer that the model has now. The model is left as it was if anything goes wrong.
 
     Raises:
-        InputError: for a model without output embeddings of floating-point numbers, or one that has such a head.
+        InputError: for a model without output embeddings of floating-point numbers that can be read row by row, or one
+            that has such a head; when there are neither queries nor an index, or the index is another model's or made
+            for another eps, delta or k.
         TypeError, ValueError: as `AdaptiveSoftmax` and its ``calibrate`` do.
     """
-    layer = output_layer(model)
+    layer = plain_layer(model)
     if isinstance(layer, AdaptiveHead):
         raise InputError(
             "model: expected one with its own output layer, found an adaptive head: call restore_head first"
         )
-    known = min(_PROBED, len(model.get_input_embeddings().weight))
+    if queries is not None and index is not None:
+        raise InputError("index: expected none with queries, which make a new one, found both")
+    path = _index_of(model, index) if queries is None else None
+    probe = torch.arange(min(_PROBED, len(model.get_input_embeddings().weight)))
+    check_linear(model, layer, probe)
     with torch.no_grad():
-        beta, _ = after_layer(model, layer, torch.arange(known))
+        beta, _ = after_layer(model, layer, probe)
     bias = getattr(layer, "bias", None)
-    weight: Any = layer.weight
-    head = AdaptiveSoftmax(
-        weight.detach(), None if bias is None else bias.detach(), eps=eps, delta=delta, beta=beta, method="auto"
-    )
-    head.calibrate(queries, k, generator=generator, progress=progress)
+    own = layer.weight.detach(), None if bias is None else bias.detach()
+    if path is not None:
+        head = _read(path, *own, beta, eps, delta, k)
+    else:
+        head = AdaptiveSoftmax(
+            *own, eps=EPS if eps is None else eps, delta=DELTA if delta is None else delta, beta=beta
+        )
+        head.calibrate(queries, K if k is None else k, generator=generator, progress=progress)  # type: ignore[arg-type]
     module = AdaptiveHead(layer, head).train(layer.training)
     model.set_output_embeddings(module)
+    model.save_pretrained = _Saving(model)
     return module
 
 
@@ -149,3 +275,57 @@ def restore_head(model: Any) -> None:
     if not isinstance(layer, AdaptiveHead):
         raise InputError("model: expected an adaptive head, found the model's own output layer")
     model.set_output_embeddings(layer.replaced)
+    saving = model.__dict__.get("save_pretrained")
+    if isinstance(saving, _Saving):
+        del model.save_pretrained
+        if saving.before is not None:
+            model.save_pretrained = saving.before
+
+
+def _index_of(model: Any, given: str | os.PathLike[str] | None) -> Path:
+    """The file of an index, at a place that is given or where the model came from."""
+    if given is not None:
+        path = Path(given)
+        path = path / INDEX if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"index: expected a file, or a folder with {INDEX}, found none at {given}")
+        return path
+    folder: str = getattr(model.config, "name_or_path", None) or ""
+    path = Path(folder, INDEX)
+    if not folder or not path.is_file():
+        where = f"no {INDEX} in {folder}" if folder else "no folder that the model came from"
+        raise InputError(
+            f"queries: expected hidden states to make an index of, or an index, found neither ({where}): "
+            "give queries=collect_queries(model, tokenizer, text), or index=PATH"
+        )
+    return path
+
+
+def _read(
+    path: Path,
+    weight: Tensor,
+    bias: Tensor | None,
+    beta: float,
+    eps: float | None,
+    delta: float | None,
+    k: int | Sequence[int] | None,
+) -> AdaptiveSoftmax:
+    """The head of an index, if it is one for this weight that promises what is asked for.
+
+    Raises:
+        InputError: if not.
+    """
+    head = AdaptiveSoftmax.load(path, weight=weight, bias=bias)
+    if not head.calibrations or head.index is None:
+        raise InputError(f"{path}: expected a calibrated index, found none: calibrate the head before it is saved")
+    if not math.isclose(head.beta, beta, rel_tol=1e-3):
+        raise InputError(f"{path}: expected logits that the model multiplies with {beta:g}, found {head.beta:g}")
+    most = None if k is None else max(k) if isinstance(k, Sequence) else k
+    asked = {"eps": (eps, head.eps), "delta": (delta, head.delta), "k": (most, head._largest_k())}
+    for name, (wanted, there) in asked.items():
+        if wanted is not None and wanted != there:
+            raise InputError(
+                f"{name}: expected {there}, which {path} was calibrated for, or none, found {wanted}: "
+                "give queries to calibrate anew"
+            )
+    return head

@@ -17,10 +17,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
-SOON = 8  # rows ahead that are asked for
+SOON, NEXT = 8, 2  # codes and rows of the weight ahead that are asked for
+LINE = 64  # bytes that come at a time
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
 LOG2E = 1.4426950408889634
+TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
 
 jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 jit_fast = numba.njit(nogil=True, cache=True, fastmath=True)  # sums and largest values vectorise; no infinities in them
@@ -68,20 +70,33 @@ def _trailing_zeros(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
-def _fetch(typingctx: Any, array: Any, row: Any) -> Any:
-    """Ask for the beginning of a row of a matrix, which will be read soon."""
+def _larger(typingctx: Any, one: Any, other: Any) -> Any:
+    """The larger of two floats. Unlike with max, a loop of these over a slice vectorises."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = args[0].type
+        name = "llvm.maxnum.f32" if kind == ir.FloatType() else "llvm.maxnum.f64"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, kind]), name)
+        return builder.call(function, args, fastmath=("fast",))
+
+    return one(one, one), codegen
+
+
+@intrinsic
+def _fetch(typingctx: Any, array: Any, row: Any, byte: Any) -> Any:
+    """Ask for a place in a row of a matrix, which will be read soon."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         matrix = context.make_array(signature.args[0])(context, builder, args[0])
         stride = cgutils.unpack_tuple(builder, matrix.strides)[0]
         start = builder.bitcast(matrix.data, ir.IntType(8).as_pointer())
-        place = builder.gep(start, [builder.mul(stride, args[1])])
+        place = builder.gep(start, [builder.add(builder.mul(stride, args[1]), args[2])])
         kind = ir.FunctionType(ir.VoidType(), [place.type, *[ir.IntType(32)] * 3])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(function, [place, *(ir.Constant(ir.IntType(32), number) for number in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.void(array, types.intp), codegen
+    return types.void(array, types.intp, types.intp), codegen
 
 
 @jit_fast
@@ -115,8 +130,8 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
     """``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
     if rows.size * x.size <= ALONE:
         for r in range(rows.size):
-            if r + 1 < rows.size:
-                _fetch(weight, np.intp(rows[r + 1]))
+            if r + NEXT < rows.size:
+                _fetch(weight, np.intp(rows[r + NEXT]), 0)
             out[r] = _exact_row(weight[rows[r]], x)
     else:
         for r in prange(rows.size):
@@ -141,7 +156,7 @@ def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
 def _largest(values: Any) -> Any:
     found = values[0]
     for i in range(values.size):
-        found = max(found, values[i])
+        found = _larger(found, values[i])
     return found
 
 
@@ -175,7 +190,8 @@ def refine(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out:
     if rows.size * (high - low) <= ALONE:
         for r in range(rows.size):
             if r + SOON < rows.size:
-                _fetch(records, np.intp(rows[r + SOON]))
+                for byte in range(start, stop, LINE):
+                    _fetch(records, np.intp(rows[r + SOON]), byte)
             record = records[rows[r]]
             out[r] += _code_row(record[start:stop], part)
             near[r] = np.float32(np.uint8(record[tier]))
@@ -337,7 +353,7 @@ def _reach(values: Any, near: Any, margin: float) -> Any:
     """The largest of the estimates with their margins."""
     found = values[0]
     for r in range(values.size):
-        found = max(found, values[r] + np.float32(margin) * np.float32(near[r]))
+        found = _larger(found, values[r] + np.float32(margin) * np.float32(near[r]))
     return found
 
 
@@ -421,20 +437,33 @@ def _mark(values: Any, near: Any, margin: float, level: float, marks: Any) -> No
 
 @jit
 def _select_block(
-    b: int, estimates: Any, spread: Any, margin: float, level: float, marks: Any, rows: Any, values: Any, near: Any
+    b: int,
+    place: int,
+    estimates: Any,
+    spread: Any,
+    margin: float,
+    level: float,
+    marks: Any,
+    rows: Any,
+    values: Any,
+    near: Any,
 ) -> int:
+    """Rows of a block that reach the level, from ``place`` on; how many."""
     start, stop = b * BLOCK, min((b + 1) * BLOCK, spread.size)
     _mark(estimates[start:stop], spread[start:stop], margin, level, marks[start:stop])
-    words, place = marks[start : start + BLOCK].view(np.uint64), start
-    for w in range((stop - start + 7) // 8):
-        word = words[w]  # eight marks; most words are 0
-        while word:
-            i = start + 8 * w + np.int64(_trailing_zeros(word) >> np.uint64(3))
-            if i < stop:
-                rows[place], values[place], near[place] = i, estimates[i], spread[i]
-                place += 1
-            word &= word - np.uint64(1)
-    return place - start
+    marks[stop : start + BLOCK] = 0
+    words, count = marks[start : start + BLOCK].view(np.uint64), 0
+    for w in range(0, BLOCK // 8, 8):
+        bits = np.uint64(0)  # of 64 marks
+        for part in range(8):
+            bits |= ((words[w + part] * TO_BITS) >> np.uint64(56)) << np.uint64(8 * part)
+        while bits:
+            rows[place + count] = start + 8 * w + np.int64(_trailing_zeros(bits))
+            count += 1
+            bits &= bits - np.uint64(1)
+    for r in range(place, place + count):
+        values[r], near[r] = estimates[rows[r]], spread[rows[r]]
+    return count
 
 
 @jit_parallel
@@ -451,18 +480,16 @@ def _select(
     near: Any,
 ) -> int:
     """Rows whose estimate with its margin reaches the level, to the front of ``rows``."""
-    bound = np.float32(level)
+    bound, total = np.float32(level), 0
     if counts.size * BLOCK <= ALONE:
         for b in range(counts.size):
-            counts[b] = 0
             if reach[b] >= bound:
-                counts[b] = _select_block(b, estimates, spread, margin, level, marks, rows, values, near)
-    else:
-        for b in prange(counts.size):
-            counts[b] = 0
-            if reach[b] >= bound:
-                counts[b] = _select_block(b, estimates, spread, margin, level, marks, rows, values, near)
-    total = 0
+                total += _select_block(b, total, estimates, spread, margin, level, marks, rows, values, near)
+        return total
+    for b in prange(counts.size):
+        counts[b] = 0
+        if reach[b] >= bound:
+            counts[b] = _select_block(b, b * BLOCK, estimates, spread, margin, level, marks, rows, values, near)
     for b in range(counts.size):
         start, stop = b * BLOCK, b * BLOCK + counts[b]
         if total < start:
@@ -476,10 +503,21 @@ def _select(
 @jit_fast
 def _reaching(values: Any, near: Any, margin: float, level: float) -> int:
     """How many rows reach the level."""
-    count = 0
+    count = np.int32(0)
     for r in range(values.size):
-        count += values[r] + np.float32(margin) * near[r] >= np.float32(level)
-    return count
+        count += np.int32(values[r] + np.float32(margin) * np.float32(near[r]) >= np.float32(level))
+    return np.int64(count)
+
+
+@jit
+def _count(estimates: Any, spread: Any, margin: float, level: float, reach: Any) -> int:
+    """How many rows `_select` would find."""
+    total, bound = 0, np.float32(level)
+    for b in range(reach.size):
+        if reach[b] >= bound:
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spread.size)
+            total += _reaching(estimates[start:stop], spread[start:stop], margin, level)
+    return total
 
 
 @jit
@@ -495,30 +533,27 @@ def _goal(best: float, sure: float) -> float:
 @jit
 def _survivors(
     spread: Any, margin: float, k: int, best: float, sure: float, least: float, slack: float, scratch: Scratch
-) -> int:
-    """Rows that may be among the top k or matter for the normaliser, to the front of those in scratch; how many."""
-    count = 0
-    for goal in (_goal(best, sure), best):  # the second if fewer than k rows reach the first
-        count = _select(
-            scratch.estimates,
-            spread,
-            margin,
-            min(goal, least) - slack,
-            scratch.reach,
-            scratch.counts,
-            scratch.marks,
-            scratch.rows,
-            scratch.values,
-            scratch.near,
-        )
-        if count >= k:
-            break
-    return count
+) -> Any:
+    """How many rows may be among the top k or matter for the normaliser, and the level that they reach."""
+    level = min(_goal(best, sure), least) - slack
+    count = _count(scratch.estimates, spread, margin, level, scratch.reach)
+    if count < k:  # the k best estimates are sure to
+        level = min(best, least) - slack
+        count = _count(scratch.estimates, spread, margin, level, scratch.reach)
+    return count, level
+
+
+@jit_fast
+def _fill(values: Any, near: Any, correction: float, dense: Any) -> None:
+    """Estimates of all rows as numbers whose exponentials are the estimated masses."""
+    for i in range(values.size):
+        spread = np.float32(near[i])
+        dense[i] = values[i] + np.float32(correction) * spread * spread
 
 
 @jit
 def _correct(values: Any, rows: Any, near: Any, unit: float, correction: float, dense: Any) -> None:
-    """Estimates as numbers whose exponentials are the estimated masses."""
+    """The same for some rows."""
     for r in range(rows.size):
         deviation = unit * near[r]
         dense[rows[r]] = values[r] + correction * deviation * deviation
@@ -563,7 +598,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
 
     # The preview: estimates and masses of all rows, and how many of them are left. When many are, a longer one.
     rounding, best, sure, least, scale = 0.0, np.inf, np.inf, 0.0, 0.0
-    shift, all_mass, all_doubt, unit = 0.0, 0.0, 0.0, 0.0
+    shift, all_mass, all_doubt, unit, bound = 0.0, 0.0, 0.0, 0.0, 0.0
     length, count = 0, 0
     for level in (plan.first, plan.second):
         known, length, step = length, index.previews[level], index.steps[level]
@@ -613,23 +648,33 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             sure = _kth(scratch.exact[:count], k)
             read += count * d * item
             entries += count * d
-        count = _survivors(spread, plan.width * unit, k, best, sure, least, rounding, scratch)
+        count, bound = _survivors(spread, plan.width * unit, k, best, sure, least, rounding, scratch)
         if count <= plan.limit or level == plan.second:
             break
 
     lowered, survivors = 0.0, 0
     for _ in range(PATIENCE):
         if lowered:
-            count = _survivors(spread, plan.width * unit, k, best, sure, least, lowered + rounding, scratch)
+            count, bound = _survivors(spread, plan.width * unit, k, best, sure, least, lowered + rounding, scratch)
+        count = _select(
+            scratch.estimates,
+            spread,
+            plan.width * unit,
+            bound,
+            scratch.reach,
+            scratch.counts,
+            scratch.marks,
+            scratch.rows,
+            scratch.values,
+            scratch.near,
+        )
         survivors += count
         rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
         mass, doubt = _sum_masses(values, near, unit, plan.correction, shift)
         rest, rest_doubt = max(all_mass - mass, 0.0), max(all_doubt - doubt, 0.0)
 
         if dense.size:
-            for i in range(n):
-                deviation = unit * spread[i]
-                dense[i] = scratch.estimates[i] + plan.correction * deviation * deviation
+            _fill(scratch.estimates[:n], spread, plan.correction * unit * unit, dense)
 
         # Tiers: longer prefixes of the rows that are left, where that promises to read less than all of these rows.
         known = length

@@ -193,3 +193,72 @@ def cascade(
             top, order = exact[rows].topk(k)
             return CascadeAnswer("answered", rows[order], top, log_z, half, entries, read, scale, rows, dense, closest)
     return no_answer("expensive")
+
+
+def short_cascade(
+    weight: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    centre: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    lengths: Sequence[int],
+    deviations: Tensor,
+    probes: Tensor,
+    k: int,
+    width: float,
+    correction: float,
+    floor: float,
+    doubt: float,
+    tolerance: float,
+    low: float = 0.0,
+    high: float = math.inf,
+    capacity: float = math.inf,
+    group: int = 64,
+) -> CascadeAnswer:
+    """One query through a preview, at most one tier, and exact rows: what a GPU does, in steps of a fixed number.
+
+    A row stays while its estimate with ``width`` deviations reaches the k-th best estimate, or the part of the
+    normaliser that matters. For the preview the k-th best of the best of each ``group`` rows stands for it, with k = 1
+    that is the same. More survivors of the preview than ``capacity``, or more doubt about the normaliser than
+    ``tolerance``, are no answer. Arguments as for `cascade`; ``lengths`` and ``deviations`` of the preview and, if
+    there is one, of the tier. What is read is not counted.
+    """
+    n = len(weight)
+    exact = logits(weight, x, bias, beta=beta)
+    extended = beta * (x.double() if bias is None else torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]))
+    terms = codes.double() * (projection.double() @ extended)
+    none = torch.zeros(0, dtype=torch.int64)
+    closest, scale = math.inf, math.nan
+    left = torch.ones(n, dtype=torch.bool)
+    dense = added = exact
+    for level, length in enumerate(lengths):
+        estimates = centre.double() @ extended + terms[:, :length].sum(-1)
+        errors = (exact - estimates)[probes] / deviations[level, probes].double()
+        unit = float(errors.square().mean().sqrt())
+        deviation = unit * deviations[level].double()
+        if level == 0:
+            scale, shift = unit, float(estimates.max())
+            if not low <= scale <= high:
+                return CascadeAnswer("drifted", none, exact[:0], 0.0, 0.0, 0, 0, scale, none, exact[:0], closest)
+        added = torch.where(left, correction * deviation.square(), added)
+        dense = torch.where(left, estimates + added, dense)
+        bound = float(dense.logsumexp(0)) + floor
+        if k:
+            some = estimates[left] if level else torch.stack([part.max() for part in torch.split(estimates, group)])
+            bound = min(bound, float(some.topk(k).values[-1]) if len(some) >= k else -math.inf)
+        reach = estimates + width * deviation - (bound - 1e-6 * abs(shift))
+        closest = min(closest, float(reach[left].abs().min()))
+        left = left & (reach >= 0)
+        if level == 0 and int(left.sum()) > capacity:
+            return CascadeAnswer("expensive", none, exact[:0], 0.0, 0.0, 0, 0, scale, none, exact[:0], closest)
+    dense = torch.where(left, exact, dense)
+    masses = (dense - dense.max()).exp()
+    half = float(doubt * (masses * added.clamp_max(1))[~left].sum() / masses.sum())
+    closest = min(closest, abs(half - tolerance))
+    rows, log_z = left.nonzero()[:, 0], float(dense.logsumexp(0))
+    top, order = exact[rows].topk(min(k, len(rows)))
+    state = "answered" if half <= tolerance else "expensive"
+    return CascadeAnswer(state, rows[order], top, log_z, half, 0, 0, scale, rows, dense, closest)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.training.graphs import Graphed
+from softsieve._graphs import Graphed
 from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
 from softsieve.training.rows import Batch, Rows

@@ -1,4 +1,4 @@
-"""CUDA graphs for steps of small models, where the GPU would wait for the host."""
+"""CUDA graphs for what is small, where the GPU would wait for the host."""
 
 from __future__ import annotations
 

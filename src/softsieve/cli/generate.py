@@ -1,0 +1,349 @@
+"""`softsieve generate`: a language model writes, with its own output layer and with an adaptive one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from softsieve.cli.errors import one_line
+from softsieve.cli.head import DTYPES
+from softsieve.errors import InputError
+
+if TYPE_CHECKING:  # what takes long to import is imported when the command runs
+    from rich.console import Console
+    from torch import Tensor
+
+    from softsieve._progress import Report
+    from softsieve.integrations.generation import Agreement, Choice, Written
+
+_WARM_UP = 4  # tokens that each head answers before those that are timed
+_TEXT, _HEAD, _CHOICE, _OTHER = "What to write", "The adaptive head", "How tokens are chosen", "Other"
+
+
+class Pair(NamedTuple):
+    """What the two heads wrote after a prompt."""
+
+    prompt: str
+    exact: Written
+    adaptive: Written
+    agreement: Agreement
+
+
+def _option(panel: str, help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel, **more)
+
+
+def generate(
+    model: Annotated[str, _option(_TEXT, "name or folder of a Hugging Face causal language model")],
+    prompt: Annotated[list[str] | None, _option(_TEXT, "what to go on from; several")] = None,
+    prompts: Annotated[Path | None, _option(_TEXT, "a UTF-8 file of prompts, one a line")] = None,
+    tokens: Annotated[
+        int,
+        _option(
+            _TEXT,
+            "after every prompt: exactly so many with each head, so that times compare; what is shown stops where the "
+            "model ends its text",
+            min=1,
+        ),
+    ] = 200,
+    bos: Annotated[
+        bool | None, _option(_TEXT, "begin every text with the token for that; if not given: as the tokenizer does")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        _option(
+            _HEAD,
+            "a UTF-8 file, may be .gz or .xz, like what will be written; if there is neither this nor an index, the "
+            "model writes a text itself, at temperature 1",
+        ),
+    ] = None,
+    index: Annotated[
+        Path | None, _option(_HEAD, "the saved index of a calibrated head; if not given, that in the model's folder")
+    ] = None,
+    queries: Annotated[int, _option(_HEAD, "tokens of the text to calibrate with", min=2)] = 4000,
+    eps: Annotated[float | None, _option(_HEAD, "relative error of a probability; 0.3, or as the index has it")] = None,
+    delta: Annotated[float | None, _option(_HEAD, "chance of a wrong answer; 0.01, or as the index has it")] = None,
+    k: Annotated[
+        int | None,
+        _option(_HEAD, "how many of the largest logits are exact; --top-k or 1, or as the index has it", min=1),
+    ] = None,
+    temperature: Annotated[float, _option(_CHOICE, "0: the largest logit, else drawn; 1: as the model says")] = 0.0,
+    top_k: Annotated[int | None, _option(_CHOICE, "draw among so many of the largest", min=1)] = None,
+    top_p: Annotated[float | None, _option(_CHOICE, "draw among the largest of so much probability together")] = None,
+    seed: Annotated[int, _option(_CHOICE, "of everything that is drawn", min=0)] = 0,
+    dtype: Annotated[str, _option(_OTHER, f"of the model: {', '.join(DTYPES)}")] = "fp32",
+    device: Annotated[str, _option(_OTHER, "cpu or cuda")] = "cpu",
+    threads: Annotated[int | None, _option(_OTHER, "that compute; else as many as torch takes", min=1)] = None,
+    save: Annotated[Path | None, _option(_OTHER, "a new folder for the model with the index of its head")] = None,
+    out: Annotated[Path | None, _option(_OTHER, "a JSON file for the texts and figures", dir_okay=False)] = None,
+) -> None:
+    """Let a language model write with its own output layer and with an adaptive one: time, bytes, the same tokens?
+
+    softsieve generate --model FOLDER --prompt "Once upon a time"
+    """
+    with one_line():
+        _check(dtype, eps, delta, temperature, top_k, top_p)
+        if calibration is not None and index is not None:
+            raise InputError("calibration: expected a text or an index, found both")
+        asked = _prompts(prompt or [], prompts)
+        _check_places(save, out)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
+        if not sys.stderr.isatty():
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        import torch
+        from rich.console import Console
+
+        from softsieve.bench.record import write_record
+        from softsieve.integrations import generation, hidden_states
+        from softsieve.tasks.files import read_text
+
+        if device not in ("cpu", "cuda"):
+            raise InputError(f"device: expected cpu or cuda, found {device!r}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InputError("device: expected cpu, because there is no GPU, found cuda")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        text = None if calibration is None else read_text(calibration)
+        tokenizer = hidden_states.load_tokenizer(model)
+        first = hidden_states.first_token(tokenizer, bos=bos)
+        with _bar(console) as progress:
+            progress("loading the model", 0)
+            network = generation.load(model, dtype=getattr(torch, DTYPES[dtype]), device=device)
+        starts = [
+            (one, generation.prompt_tokens(network, tokenizer, one, tokens=tokens, first=first, place=place))
+            for place, one in asked
+        ]
+        n, d = hidden_states.output_layer(network).weight.shape  # type: ignore[misc]
+        for name, value in {"k": k, "top_k": top_k}.items():
+            _checks.whole_number(name, value or 1, 1, n)
+        if calibration is None and index is None and Path(model, INDEX).is_file():
+            index = Path(model, INDEX)
+        promise: dict[str, Any] = {"eps": eps, "delta": delta, "k": k}
+        if index is not None:
+            source = "the saved index"
+            layer = accelerate_head(network, index=index, **promise)
+            _check_top_k(top_k, layer, index)
+        else:
+            source = f"{queries} tokens " + (
+                "that the model wrote itself, at temperature 1" if text is None else "of the text"
+            )
+            ...
+        choice = generation.Choice(temperature, top_k, top_p)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of states unlike those of the calibration: they are in the table
+            pairs = _write(network, tokenizer, starts, tokens, choice, seed, console)
+        _say(pairs)
+        if out is not None:
+            settings = {
+                "model": Path(model).name if Path(model).is_dir() else model,
+                "n": n,
+                "d": d,
+                "dtype": dtype,
+                "device": device,
+                "tokens": tokens,
+                "calibration": source,
+                **promise,
+                **choice._asdict(),
+                "seed": seed,
+            }
+            write_record(out, "generate", settings, _rows(pairs, tokenizer))
+            console.print(f"written: {out}")
+
+
+# What is refused
+
+
+def _check(dtype: str, eps: float, delta: float, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Before a model is loaded."""
+    from softsieve import _checks
+
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    _checks.open_unit("eps", eps)
+    _checks.open_unit("delta", delta)
+    if not 0 <= temperature <= 1e30:
+        raise InputError(f"temperature: expected a number of at least 0, found {temperature:g}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p: expected a number above 0, at most 1, found {top_p:g}")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        name = "top_k" if top_k is not None else "top_p"
+        raise InputError(f"{name}: expected a --temperature above 0 with it, found 0, which takes the largest logit")
+
+
+def _prompts(given: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
+    """What to call each prompt, and what it says."""
+    from softsieve.tasks.files import read_lines
+
+    found = [("prompt", prompt) for prompt in given]
+    if file is not None:
+        lines = read_lines(file)
+        if not lines:
+            raise InputError(f"{file}: expected prompts, one a line, found none")
+        found += lines
+    if not found:
+        raise InputError("prompt: expected --prompt TEXT or --prompts FILE, found neither")
+    return found
+
+
+def _check_places(save: Path | None, out: Path | None) -> None:
+    if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
+        raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
+    for place in (save, out):
+        if place is None:
+            continue
+        there = next(path for path in place.absolute().parents if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(f"{place}: cannot be written to")
+
+
+# What is done
+
+
+def _accelerate(
+    network: Any,
+    tokenizer: Any,
+    text: str | None,
+    index: Path | None,
+    queries: int,
+    first: int | None,
+    promise: dict[str, Any],
+    seed: int,
+    console: Console,
+) -> str:
+    """Give the model an adaptive head, and say what it was calibrated with."""
+    import torch
+
+    from softsieve.integrations import generation
+    from softsieve.integrations.adaptive_head import accelerate_head
+
+    generator = torch.Generator().manual_seed(seed)
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with _bar(console) as progress:
+            options: dict[str, Any] = {"count": queries, "first": first, "progress": progress}
+            if text is not None:
+                source = f"{queries} tokens of the text"
+                states = generation.text_states(network, tokenizer, text, place="calibration", **options)
+            else:
+                source = f"{queries} tokens that the model wrote itself, at temperature 1"
+                states = generation.own_states(network, tokenizer, generator=generator, **options)
+        with _bar(console) as progress:
+            accelerate_head(network, states.to(network.device), **promise, generator=generator, progress=progress)
+    console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
+    for warning in caught:
+        console.print(str(warning.message))
+    return source
+
+
+def _save(folder: Path, network: Any, tokenizer: Any) -> None:
+    """All or nothing."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        network.save_pretrained(str(part))
+        tokenizer.save_pretrained(str(part))
+        if folder.is_dir():
+            folder.rmdir()  # empty, as was checked
+        part.replace(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(
+    network: Any,
+    tokenizer: Any,
+    starts: Sequence[tuple[str, Tensor]],
+    tokens: int,
+    choice: Choice,
+    seed: int,
+    console: Console,
+) -> list[Pair]:
+    """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
+    import torch
+
+    from softsieve.integrations import generation
+
+    def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:
+        drawn = torch.Generator().manual_seed(seed)  # the same for both heads
+        return generation.write(network, ids, tokens=count, choice=choice, generator=drawn, stream=stream)
+
+    def both(prompt: str, ids: Tensor) -> Pair:
+        with _bar(console) as progress:
+            with generation.exact_head(network):
+                exact = write(ids, tokens, lambda token: progress("the exact head writes", 0.5 / tokens))
+            agreement = generation.agreement(
+                network, ids, exact.tokens, stream=lambda token: progress("the adaptive head reads it", 0.5 / tokens)
+            )
+        transcript = generation.Transcript(tokenizer, ids, generation.end_tokens(network, tokenizer))
+        typer.echo(typer.style(prompt, bold=True), nl=False)
+        adaptive = write(ids, tokens, lambda token: typer.echo(transcript.add(token), nl=False))
+        typer.echo("\n")
+        return Pair(prompt, exact, adaptive, agreement)
+
+    ids = starts[0][1]
+    with generation.exact_head(network):
+        write(ids, _WARM_UP)
+    write(ids, _WARM_UP)
+    return [both(prompt, ids) for prompt, ids in starts]
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Report]:
+    """How far something is, on a terminal."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, advance=share)
+
+
+# What is said
+
+
+def _say(pairs: Sequence[Pair]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from softsieve.integrations.generation import figures
+
+    exact, adaptive = figures([pair.exact for pair in pairs]), figures([pair.adaptive for pair in pairs])
+    agreed, steps = sum(pair.agreement.agreed for pair in pairs), sum(pair.agreement.steps for pair in pairs)
+    table = Table()
+    for name in ("", "exact head", "adaptive head", "gain"):
+        table.add_column(name, justify="right" if name else "left")
+    rates, times = (exact.tokens_per_second, adaptive.tokens_per_second), (exact.head_ms, adaptive.head_ms)
+    read = exact.bytes_read, adaptive.bytes_read
+    table.add_row("tokens/s", *(f"{rate:.1f}" for rate in rates), f"{rates[1] / rates[0]:.2f}x")
+    table.add_row("ms a token in the head", *(f"{ms:.2f}" for ms in times), f"{times[0] / times[1]:.1f}x")
+    table.add_row("share of time in the head", f"{exact.head_share:.1%}", f"{adaptive.head_share:.1%}", "")
+    table.add_row("MB read a token in the head", *(f"{size / 1e6:.2f}" for size in read), f"{read[0] / read[1]:.1f}x")
+    table.add_row("tokens answered exactly", *(f"{one.exactly} of {one.tokens}" for one in (exact, adaptive)), "")
+    table.add_row("the same greedy token", "", f"{agreed} of {steps}", "")
+    Console(soft_wrap=True, markup=False, highlight=False).print(table)
+
+
+def _rows(pairs: Sequence[Pair], tokenizer: Any) -> list[dict[str, Any]]:
+    """Each prompt with each head, and at the end, without a prompt, all of them together."""
+    from softsieve.integrations.generation import figures
+
+    rows: list[dict[str, Any]] = []
+    for prompt, some in [*((pair.prompt, [pair]) for pair in pairs), (None, pairs)]:
+        for head in ("exact", "adaptive"):
+            runs: list[Written] = [getattr(pair, head) for pair in some]
+            row = {"prompt": prompt, "head": head, **figures(runs)._asdict()}
+            if head == "adaptive":
+                row |= {name: sum(getattr(pair.agreement, name) for pair in some) for name in ("agreed", "steps")}
+            if prompt is not None:
+                row["text"] = tokenizer.decode(runs[0].tokens)
+            rows.append(row)
+    return rows

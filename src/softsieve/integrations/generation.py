@@ -1,0 +1,410 @@
+"""A language model that writes, one token at a time: how long it takes, and how much of that its output layer.
+
+Also what a head can be calibrated with, and how often an adaptive head says what the exact product would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from softsieve._progress import Report, in_silence
+from softsieve.errors import InputError
+from softsieve.heads.sampling import draw
+from softsieve.integrations.adaptive_head import AdaptiveHead
+from softsieve.integrations.hidden_states import check_size, collect, load_model, output_layer, tokens_of
+
+WINDOW = 256  # tokens that the model reads, or writes, in one go for a calibration
+STARTS = ("The", "In", "A", "I", "It", "When", "How", "There", "One", "If", "Once", "My", "This", "What", "For", "Dear")
+_TOGETHER = 16  # texts that are written at a time
+
+
+class Choice(NamedTuple):
+    """How a token is chosen: the one with the largest logit at temperature 0, else as by `AdaptiveSoftmax.sample`."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+GREEDY = Choice()
+
+
+class Written(NamedTuple):
+    """What a model wrote, and what that took; nothing of the prompt is counted."""
+
+    tokens: Tensor  # (new,)
+    seconds: float
+    head_seconds: float  # of these in the output layer
+    bytes_read: int  # by the output layer
+    exactly: int  # tokens that took its exact product
+
+
+class Figures(NamedTuple):
+    """A head over some texts: means over their tokens."""
+
+    tokens: int
+    tokens_per_second: float
+    head_ms: float  # a token
+    head_share: float  # of the time
+    bytes_read: float  # a token, by the head
+    exactly: int  # tokens that took the exact product
+
+
+class Agreement(NamedTuple):
+    """How often two heads have the same largest logit."""
+
+    agreed: int
+    steps: int
+
+
+def load(name: str, *, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """The causal language model of a name or folder on a device, its parameters in ``dtype``.
+
+    Raises:
+        InputError: when it cannot be loaded, or comes without an output layer of its own.
+    """
+    model = load_model(name, dtype=dtype).to(device)
+    for parameter in model.parameters():  # and no buffers: frequencies of positions need all their digits
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def longest_text(model: Any, default: int = 1 << 30) -> int:
+    """Tokens that a model can read."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or default
+
+
+def prompt_tokens(
+    model: Any, tokenizer: Any, prompt: str, *, tokens: int, first: int | None = None, place: str = "prompt"
+) -> Tensor:
+    """The tokens of a prompt after which the model can write so many more, ``first`` before them, (length,).
+
+    Raises:
+        InputError: for a prompt without tokens, with others than the model knows, or too long. ``place`` names it.
+    """
+    longest = longest_text(model)
+    if tokens >= longest:
+        raise InputError(f"tokens: expected fewer than the {longest} that the model reads, found {tokens}")
+    if not prompt.strip():
+        raise InputError(f"{place}: expected text, found none")
+    found = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
+    if not found:
+        raise InputError(f"{place}: expected text of which the tokenizer makes tokens, found {prompt!r}")
+    ids = torch.tensor([*([] if first is None else [first]), *found])
+    check_size(model, {place: ids}, ids[:0], 1)
+    if len(ids) + tokens > longest:
+        raise InputError(
+            f"{place}: expected at most {longest - tokens} tokens, because the model reads {longest} and {tokens} are "
+            f"to come, found {len(ids)}"
+        )
+    return ids
+
+
+# Writing
+
+
+def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None = None) -> Tensor:
+    """The next token of every text, from logits (..., n).
+
+    Example:
+        >>> choose(torch.tensor([[0.0, 9.0, 1.0]]), GREEDY).tolist()
+        [1]
+        >>> choose(torch.tensor([[0.0, 9.0, 9.0]]), Choice(1.0, top_k=1)).item() in (1, 2)
+        True
+    """
+    if choice.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float().cpu()  # where the generator is
+    if choice.top_k is None:
+        return draw(logits, choice.temperature, choice.top_p, generator)
+    best = logits.topk(min(choice.top_k, logits.shape[-1]))
+    drawn = draw(best.values, choice.temperature, choice.top_p, generator)
+    return best.indices.gather(-1, drawn[..., None])[..., 0]
+
+
+@torch.no_grad()
+def write(
+    model: Any,
+    prompt: Tensor,
+    *,
+    tokens: int,
+    choice: Choice = GREEDY,
+    generator: torch.Generator | None = None,
+    stream: Callable[[int], object] = lambda token: None,
+) -> Written:
+    """Let a model write exactly so many tokens, also beyond the end of its text.
+
+    Args:
+        model: a Hugging Face causal language model, with its own or an adaptive output layer.
+        prompt: tokens to go on from, at least one, (length,).
+        stream: called with every token; what that takes does not count.
+
+    Raises:
+        InputError: when the model keeps no keys and values of what it has read.
+    """
+    layer = output_layer(model)
+    cache, last = _read(model, prompt[:-1]), prompt[-1:]
+    answered = _counts(layer)
+    found: list[int] = []
+    seconds = 0.0
+    with timed(layer) as spent:
+        for _ in range(tokens):
+            start = time.perf_counter()
+            logits, cache = _step(model, last[None], cache)
+            last = choose(logits, choice, generator)
+            found.append(int(last))
+            seconds += time.perf_counter() - start
+            stream(found[-1])
+    if isinstance(layer, AdaptiveHead):
+        exactly, read = (after - before for after, before in zip(_counts(layer), answered, strict=True))
+    else:
+        exactly, read = tokens, tokens * weight_bytes(layer)
+    return Written(torch.tensor(found), seconds, sum(spent), read, exactly)
+
+
+@torch.no_grad()
+def agreement(
+    model: Any, prompt: Tensor, text: Tensor, *, stream: Callable[[int], object] = lambda token: None
+) -> Agreement:
+    """How often the largest logit of a model's adaptive head is the exact product's, of equal ones any.
+
+    The model is given a text token by token, so that one difference does not lead to others.
+
+    Args:
+        model: one with an adaptive head.
+        prompt, text: the tokens before the first step, and those that follow.
+        stream: called with every token of the text.
+
+    Raises:
+        InputError: when the model has its own output layer.
+    """
+    layer = _adaptive(model)
+    cache, agreed = _read(model, prompt[:-1]), 0
+    with _calls(layer) as calls:
+        for before, after in zip([int(prompt[-1]), *text[:-1].tolist()], text.tolist(), strict=True):
+            _, cache = _step(model, torch.tensor([[before]]), cache)
+            hidden, found = calls.pop()
+            exact = layer.replaced(hidden).flatten()
+            agreed += int(exact[found.argmax()] == exact.max())
+            stream(after)
+    return Agreement(agreed, len(text))
+
+
+@contextmanager
+def exact_head(model: Any) -> Iterator[None]:
+    """A model with an adaptive head has its own output layer for a while."""
+    layer = _adaptive(model)
+    model.set_output_embeddings(layer.replaced)
+    try:
+        yield
+    finally:
+        model.set_output_embeddings(layer)
+
+
+@contextmanager
+def timed(layer: nn.Module) -> Iterator[list[float]]:
+    """Seconds of each call of a layer."""
+    started: list[float] = []
+    spent: list[float] = []
+
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        started.append(_now(inputs[0]))
+
+    def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        spent.append(_now(output) - started.pop())
+
+    hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+    try:
+        yield spent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def figures(runs: Sequence[Written]) -> Figures:
+    """Over all tokens of some texts.
+
+    Example:
+        >>> run = Written(torch.tensor([5, 7]), 0.5, 0.1, 3000, 1)
+        >>> figures([run, run])
+        Figures(tokens=4, tokens_per_second=4.0, head_ms=50.0, head_share=0.2, bytes_read=1500.0, exactly=2)
+    """
+    tokens = sum(len(run.tokens) for run in runs)
+    seconds, head = sum(run.seconds for run in runs), sum(run.head_seconds for run in runs)
+    read, exactly = sum(run.bytes_read for run in runs), sum(run.exactly for run in runs)
+    return Figures(tokens, tokens / seconds, 1000 * head / tokens, head / seconds, read / tokens, exactly)
+
+
+def weight_bytes(layer: Any) -> int:
+    """What the exact product reads for a token."""
+    parts = [layer.weight, getattr(layer, "bias", None)]
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+class Transcript:
+    """The text of tokens as they come: whole characters, and nothing from the end of the text on.
+
+    Args:
+        tokenizer: of Hugging Face.
+        prompt: the tokens before, whose text is left out.
+        ends: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Tensor, ends: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids, self._ends, self._over = prompt.tolist(), set(ends), False
+        self._said = len(self._text())
+
+    def add(self, token: int) -> str:
+        """What one more token adds; nothing until it is whole."""
+        self._over = self._over or token in self._ends
+        if self._over:
+            return ""
+        self._ids.append(token)
+        text = self._text()
+        if text.endswith("\ufffd"):  # of bytes that are no character yet
+            return ""
+        new, self._said = text[self._said :], max(self._said, len(text))
+        return new
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Those that end a text, as the model or else its tokenizer has it."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+# What to calibrate with
+
+
+def text_states(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    count: int,
+    first: int | None = None,
+    place: str = "text",
+    progress: Report = in_silence,
+) -> Tensor:
+    """Hidden states over the first tokens of a text, (count, d).
+
+    Raises:
+        InputError: when the text has fewer tokens, or the model cannot read it. ``place`` says whose it is.
+    """
+    ids = tokens_of(tokenizer, text, count=count, place=place)
+    window = min(WINDOW, longest_text(model))
+    found = collect(
+        model, {place: ids}, first=first, window=window, progress=lambda rows: progress("hidden states", rows / count)
+    )
+    return torch.cat(found.corpora[place])
+
+
+@torch.no_grad()
+def own_states(
+    model: Any,
+    tokenizer: Any,
+    *,
+    count: int,
+    first: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: Report = in_silence,
+) -> Tensor:
+    """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d).
+
+    Raises:
+        InputError: when the tokenizer makes nothing of the starts.
+    """
+    layer = output_layer(model)
+    starts = _starts(tokenizer)
+    lead = [] if first is None else [first]
+    length = min(WINDOW, longest_text(model) - len(lead))
+    texts = torch.tensor([[*lead, starts[number % len(starts)]] for number in range(-(-count // length))])
+    check_size(model, {"starts": texts}, texts[:0, 0], 1)
+    parts = []
+    for some in torch.split(texts, _TOGETHER):
+        cache, last = _read(model, *some[:, :-1]), some[:, -1:]
+        states = []
+        with _calls(layer) as calls:
+            for _ in range(length):
+                logits, cache = _step(model, last, cache)
+                last = choose(logits, Choice(1.0), generator)[:, None]
+                states.append(calls.pop()[0].reshape(len(some), -1).cpu())
+                progress("a text to calibrate with", len(some) / (len(texts) * length))
+        parts.append(torch.stack(states, 1).flatten(0, 1))  # text after text
+    return torch.cat(parts)[:count]
+
+
+def _starts(tokenizer: Any) -> list[int]:
+    """The first token of each of the starts: of one length, so that there is nothing to pad."""
+    made = [tokenizer(start, add_special_tokens=False, verbose=False).input_ids[:1] for start in STARTS]
+    found = [ids[0] for ids in made if ids]
+    if not found:
+        raise InputError("tokenizer: expected one that makes tokens of English words, found none: give a text instead")
+    return found
+
+
+# One step
+
+
+def _read(model: Any, *texts: Tensor) -> Any:
+    """Keys and values of texts of one length, without logits; None of nothing."""
+    ids = torch.stack(texts)
+    if not ids.numel():
+        return None
+    return _kept(model, model.base_model(input_ids=ids.to(model.device), use_cache=True))
+
+
+def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """Logits after one more token of each text (texts, 1), and what is kept."""
+    out = model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+    return out.logits[:, -1], _kept(model, out)
+
+
+def _kept(model: Any, out: Any) -> Any:
+    cache = getattr(out, "past_key_values", None)
+    if cache is None:
+        raise InputError(f"model: expected one that keeps keys and values, found {type(model).__name__}")
+    return cache
+
+
+def _adaptive(model: Any) -> AdaptiveHead:
+    layer = output_layer(model)
+    if not isinstance(layer, AdaptiveHead):
+        raise InputError("model: expected an adaptive head, found the model's own output layer")
+    return layer
+
+
+def _counts(layer: nn.Module) -> tuple[int, int]:
+    return (layer.exactly, getattr(layer, "bytes_read", 0)) if isinstance(layer, AdaptiveHead) else (0, 0)
+
+
+@contextmanager
+def _calls(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """What a layer was given and what it gave, call by call."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append((inputs[0], output))
+
+    hook = layer.register_forward_hook(after)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
