@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from softsieve.cli import app
 from softsieve.heads import cascade_calibration
 from softsieve.integrations import generation
-from softsieve.integrations.adaptive_head import AdaptiveHead
+from softsieve.integrations.adaptive_head import INDEX, AdaptiveHead
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,21 +131,26 @@ def test_a_head_that_is_wrong_is_seen(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_text_to_calibrate_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    right = generation.text_states
+    seen: list[Any] = []
+    text_states, load = generation.text_states, generation.load
 
-    def listening(network: Any, tokenizer: Any, text: str, **options: Any) -> Any:
+    def reading(network: Any, tokenizer: Any, text: str, **options: Any) -> Any:
         seen.append((text, options["count"], options["first"]))
-        return right(network, tokenizer, text, **options)
+        return text_states(network, tokenizer, text, **options)
 
-    monkeypatch.setattr(generation, "text_states", listening)
+    def loading(name: str, *, dtype: torch.dtype) -> Any:
+        seen.append(dtype)
+        return load(name, dtype=torch.float32)  # for which the kernels are compiled
+
+    monkeypatch.setattr(generation, "text_states", reading)
+    monkeypatch.setattr(generation, "load", loading)
     text = " ".join(random.Random(0).choices(WORDS[2:], k=900))
     (tmp_path / "text.txt").write_text(text)
     done = run(model, "--prompt", PROMPT, "--calibration", str(tmp_path / "text.txt"), "--bos", "--dtype", "bf16")
     assert done.exit_code == 0, done.output
-    assert seen == [(text, 700, 1)]
-    assert "with 700 tokens of the text" in done.stderr
-    assert row(done, "MB read")[0] == "0.06"
+    assert seen == [torch.bfloat16, (text, 700, 1)]
+    assert "with 700 tokens of a text" in done.stderr
+    assert int(row(done, "exactly")[1].split()[0]) < 12
 
 
 def test_what_is_shown_stops_where_the_text_ends(model: Path, tmp_path: Path) -> None:
@@ -158,6 +163,54 @@ def test_what_is_shown_stops_where_the_text_ends(model: Path, tmp_path: Path) ->
     assert done.exit_code == 0, done.output
     assert shown(done) == text[: text.index(text[4])]
     assert row(done, "exactly")[0] == "12 of 12"
+
+
+def test_a_saved_model_needs_no_calibration(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "deep" / "saved"
+    done = run(model, "--prompt", PROMPT, "--k", "3", "--save", str(saved))
+    assert done.exit_code == 0, done.output
+    assert f"saved: {saved}" in done.stderr
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    assert greedy(saved) == greedy(model)  # anyone can load it
+    text = shown(done)
+
+    def none(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("calibrates")
+
+    for name in ("own_states", "text_states"):
+        monkeypatch.setattr(generation, name, none)
+    draw = ["--temperature", "1", "--top-k"]
+    for given in ([saved], [model, "--index", str(saved)], [model, "--index", str(saved / INDEX), "--k", "3"]):
+        again = CliRunner().invoke(
+            app, ["generate", "--prompt", PROMPT, "--tokens", "12", "--out", "r.json", "--model", *map(str, given)]
+        )
+        assert again.exit_code == 0, again.output
+        assert "index: " in again.stderr
+        assert shown(again) == text
+        settings = json.loads(Path("r.json").read_text())["settings"]
+        assert (settings["k"], settings["delta"], settings["calibration"]) == (3, 0.05, "a saved index")
+    assert run(saved, "--prompt", PROMPT, *draw, "2").exit_code == 0
+    for more, message in (
+        (["--k", "2"], "k: expected 3, which"),
+        (["--eps", "0.1"], "eps: expected 0.3, which"),
+        ([*draw, "4"], "top_k: expected at most 3, which"),
+        (["--dtype", "bf16"], "weight"),
+    ):
+        refused = run(saved, "--prompt", PROMPT, *more)
+        assert refused.exit_code == 1, refused.output
+        assert message in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+def test_a_failed_save_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(self: Any, folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", full_disk)
+    done = run(model, "--prompt", PROMPT, "--save", "saved", "--out", "r.json")
+    assert done.exit_code == 1
+    assert "No space left on device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_drawn_tokens_go_by_the_seed(model: Path, tmp_path: Path) -> None:
@@ -202,8 +255,13 @@ def test_too_few_states_are_said_and_everything_is_exact(model: Path) -> None:
         (["--prompt", "w2", "--eps", "2"], "eps: expected"),
         (["--prompt", "w2", "--delta", "0"], "delta: expected"),
         (["--prompt", "w2", "--dtype", "int8"], "dtype: expected one of bf16, fp16, fp32, found 'int8'"),
-        (["--prompt", "w2", "--device", "tpu"], "device: expected cpu or cuda, found 'tpu'"),
-        (["--prompt", "w2", "--k", "1001"], "k: expected an int in [0, 1000], found 1001"),
+        (["--prompt", "w2", "--index", "nowhere"], "index: expected a file, or a folder with"),
+        (["--prompt", "w2", "--index", "long.txt"], "long.txt: "),
+        (
+            ["--prompt", "w2", "--temperature", "1", "--top-k", "1001"],
+            "top_k: expected an int in [1, 1000], found 1001",
+        ),
+        (["--prompt", "w2", "--k", "1001"], "k: expected an int in [1, 1000], found 1001"),
         (["--prompt", "w2", "--calibration", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--prompt", "w2", "--calibration", "long.txt"], "long.txt: expected at least 700 tokens"),
         (["--prompt", "w2", "--calibration", "long.txt", "--index", "i"], "expected a text or an index, found both"),

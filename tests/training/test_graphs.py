@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softsieve.training.checkpoint import checkpoints
 from softsieve._graphs import Graphed
+from softsieve.training.checkpoint import checkpoints
 from softsieve.training.rows import Rows
 from tests.training.helpers import Net, equal_weights, flags, points, tokens, trainer
 

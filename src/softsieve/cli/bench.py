@@ -87,8 +87,18 @@ def losses(
 
 @bench.command()
 def head(
-    shape: Annotated[list[str], typer.Option(help="ROWSxDIMENSIONS of the weight; several")] = ["50257x768"],  # noqa: B006
-    spread: Annotated[list[float], typer.Option(help="standard deviation of the logits; several")] = [1.0, 30.0],  # noqa: B006
+    shape: Annotated[
+        list[str] | None, typer.Option(help="ROWSxDIMENSIONS of the weight; several; else those of the records")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu: coordinates; cuda: the cascade")] = "cpu",
+    spread: Annotated[list[float], typer.Option(help="cpu: standard deviation of the logits; several")] = [1.0, 30.0],  # noqa: B006
+    rank: Annotated[int, typer.Option(min=1, help="cuda: effective rank of the made-up queries")] = 64,
+    batch: Annotated[list[int], typer.Option(min=1, max=64, help="cuda: queries at a time; several")] = [1, 8, 64],  # noqa: B006
+    head_file: Annotated[
+        list[Path] | None, typer.Option("--head", help="cuda: a file of `softsieve head extract`; instead of shapes")
+    ] = None,
+    calibration: Annotated[int, typer.Option(min=2, help="cuda: queries to calibrate with")] = 3000,
+    test_queries: Annotated[int, typer.Option(min=64, help="cuda: other queries to test with")] = 2000,
     eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
     delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
     k: Annotated[int, typer.Option(min=1, help="softmax values asked for")] = 1,
@@ -97,8 +107,16 @@ def head(
         Path | None, typer.Option(help="write the results with their provenance to this JSON file", dir_okay=False)
     ] = None,
 ) -> None:
-    """Time of the top k of a random head, one query at a time, against the exact product."""
-    shapes = [_shape(text) for text in shape]
+    """Time of the top k of a head against the exact product."""
+    if device == "cuda":
+        from softsieve.cli.bench_head_gpu import run
+
+        shapes = [_shape(text) for text in shape or [] if not head_file]
+        run(shapes, head_file or [], rank, batch, calibration, test_queries, eps, delta, k, repeats, out)
+        return
+    if device != "cpu":
+        raise typer.BadParameter(f"expected cpu or cuda, found {device!r}", param_hint="--device")
+    shapes = [_shape(text) for text in shape or ["50257x768"]]
     console = Console()
     results = []
     for n, d in shapes:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from torch import Tensor
 
     from softsieve._progress import Report
+    from softsieve.heads import AdaptiveSoftmax
     from softsieve.integrations.generation import Agreement, Choice, Written
 
 _WARM_UP = 4  # tokens that each head answers before those that are timed
@@ -81,8 +82,9 @@ def generate(
     top_p: Annotated[float | None, _option(_CHOICE, "draw among the largest of so much probability together")] = None,
     seed: Annotated[int, _option(_CHOICE, "of everything that is drawn", min=0)] = 0,
     dtype: Annotated[str, _option(_OTHER, f"of the model: {', '.join(DTYPES)}")] = "fp32",
-    device: Annotated[str, _option(_OTHER, "cpu or cuda")] = "cpu",
-    threads: Annotated[int | None, _option(_OTHER, "that compute; else as many as torch takes", min=1)] = None,
+    threads: Annotated[
+        int | None, _option(_OTHER, "of both heads; if not given: as many as torch takes", min=1)
+    ] = None,
     save: Annotated[Path | None, _option(_OTHER, "a new folder for the model with the index of its head")] = None,
     out: Annotated[Path | None, _option(_OTHER, "a JSON file for the texts and figures", dir_okay=False)] = None,
 ) -> None:
@@ -104,55 +106,47 @@ def generate(
 
         from softsieve.bench.record import write_record
         from softsieve.integrations import generation, hidden_states
+        from softsieve.integrations.adaptive_head import INDEX
         from softsieve.tasks.files import read_text
 
-        if device not in ("cpu", "cuda"):
-            raise InputError(f"device: expected cpu or cuda, found {device!r}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device: expected cpu, because there is no GPU, found cuda")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        _set_threads(threads)
         console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        text = None if calibration is None else read_text(calibration)
+        text = None if calibration is None else (str(calibration), read_text(calibration))
         tokenizer = hidden_states.load_tokenizer(model)
         first = hidden_states.first_token(tokenizer, bos=bos)
         with _bar(console) as progress:
             progress("loading the model", 0)
-            network = generation.load(model, dtype=getattr(torch, DTYPES[dtype]), device=device)
+            network = generation.load(model, dtype=getattr(torch, DTYPES[dtype]))
+        _check_sizes(network, k=k, top_k=top_k)
         starts = [
             (one, generation.prompt_tokens(network, tokenizer, one, tokens=tokens, first=first, place=place))
             for place, one in asked
         ]
-        n, d = hidden_states.output_layer(network).weight.shape  # type: ignore[misc]
-        for name, value in {"k": k, "top_k": top_k}.items():
-            _checks.whole_number(name, value or 1, 1, n)
-        if calibration is None and index is None and Path(model, INDEX).is_file():
+        if text is None and index is None and Path(model, INDEX).is_file():
             index = Path(model, INDEX)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "k": k}
         if index is not None:
-            source = "the saved index"
-            layer = accelerate_head(network, index=index, **promise)
-            _check_top_k(top_k, layer, index)
+            head, source = _from_index(network, index, promise, top_k, console)
         else:
-            source = f"{queries} tokens " + (
-                "that the model wrote itself, at temperature 1" if text is None else "of the text"
-            )
-            ...
+            promise["k"] = max(k or 1, top_k or 1)
+            head, source = _calibrated(network, tokenizer, text, queries, first, promise, seed, console)
+        if save is not None:
+            _save(save, network, tokenizer)
+            console.print(f"saved: {save}")
         choice = generation.Choice(temperature, top_k, top_p)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of states unlike those of the calibration: they are in the table
-            pairs = _write(network, tokenizer, starts, tokens, choice, seed, console)
+        pairs = _write(network, tokenizer, starts, tokens, choice, seed, console)
         _say(pairs)
         if out is not None:
             settings = {
                 "model": Path(model).name if Path(model).is_dir() else model,
-                "n": n,
-                "d": d,
+                "n": len(head.weight),
+                "d": head.weight.shape[1],
                 "dtype": dtype,
-                "device": device,
                 "tokens": tokens,
                 "calibration": source,
-                **promise,
+                "eps": head.eps,
+                "delta": head.delta,
+                "k": max(head.calibrations),
                 **choice._asdict(),
                 "seed": seed,
             }
@@ -163,14 +157,22 @@ def generate(
 # What is refused
 
 
-def _check(dtype: str, eps: float, delta: float, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check(
+    dtype: str,
+    eps: float | None,
+    delta: float | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
     """Before a model is loaded."""
     from softsieve import _checks
 
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    _checks.open_unit("eps", eps)
-    _checks.open_unit("delta", delta)
+    for name, value in {"eps": eps, "delta": delta}.items():
+        if value is not None:
+            _checks.open_unit(name, value)
     if not 0 <= temperature <= 1e30:
         raise InputError(f"temperature: expected a number of at least 0, found {temperature:g}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -178,6 +180,16 @@ def _check(dtype: str, eps: float, delta: float, temperature: float, top_k: int 
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "top_k" if top_k is not None else "top_p"
         raise InputError(f"{name}: expected a --temperature above 0 with it, found 0, which takes the largest logit")
+
+
+def _check_sizes(network: Any, **sizes: int | None) -> None:
+    from softsieve import _checks
+    from softsieve.integrations.hidden_states import output_layer
+
+    weight: Any = output_layer(network).weight
+    for name, value in sizes.items():
+        if value is not None:
+            _checks.whole_number(name, value, 1, len(weight))
 
 
 def _prompts(given: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
@@ -209,48 +221,78 @@ def _check_places(save: Path | None, out: Path | None) -> None:
 # What is done
 
 
-def _accelerate(
+def _set_threads(threads: int | None) -> None:
+    """As many for the adaptive head as for the exact one."""
+    from importlib import import_module
+
+    import torch
+
+    numba = import_module("numba")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+def _from_index(
+    network: Any, index: Path, promise: dict[str, Any], top_k: int | None, console: Console
+) -> tuple[AdaptiveSoftmax, str]:
+    """Give the model an adaptive head that was saved."""
+    from softsieve.integrations.adaptive_head import accelerate_head
+
+    head = accelerate_head(network, index=index, **promise).head
+    most = max(head.calibrations)
+    if top_k is not None and top_k > most:
+        raise InputError(f"top_k: expected at most {most}, which {index} was calibrated for, found {top_k}")
+    console.print(f"index: {index}")
+    return head, "a saved index"
+
+
+def _calibrated(
     network: Any,
     tokenizer: Any,
-    text: str | None,
-    index: Path | None,
+    text: tuple[str, str] | None,
     queries: int,
     first: int | None,
     promise: dict[str, Any],
     seed: int,
     console: Console,
-) -> str:
-    """Give the model an adaptive head, and say what it was calibrated with."""
+) -> tuple[AdaptiveSoftmax, str]:
+    """Give the model an adaptive head for a text, which has a place, or for what it writes itself."""
     import torch
 
     from softsieve.integrations import generation
     from softsieve.integrations.adaptive_head import accelerate_head
 
+    source = f"{queries} tokens " + ("that the model wrote itself, at temperature 1" if text is None else "of a text")
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _bar(console) as progress:
             options: dict[str, Any] = {"count": queries, "first": first, "progress": progress}
-            if text is not None:
-                source = f"{queries} tokens of the text"
-                states = generation.text_states(network, tokenizer, text, place="calibration", **options)
-            else:
-                source = f"{queries} tokens that the model wrote itself, at temperature 1"
+            if text is None:
                 states = generation.own_states(network, tokenizer, generator=generator, **options)
+            else:
+                states = generation.text_states(network, tokenizer, text[1], place=text[0], **options)
         with _bar(console) as progress:
-            accelerate_head(network, states.to(network.device), **promise, generator=generator, progress=progress)
+            head = accelerate_head(network, states, **promise, generator=generator, progress=progress).head
     console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
-    for warning in caught:
+    for warning in caught:  # such as: too few
         console.print(str(warning.message))
-    return source
+    return head, source
 
 
 def _save(folder: Path, network: Any, tokenizer: Any) -> None:
     """All or nothing."""
+    import transformers
+
+    from softsieve.tasks.hf import no_bar
+
+    folder = folder.absolute()
     part = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        network.save_pretrained(str(part))
+        with no_bar(transformers.utils.logging):
+            network.save_pretrained(str(part))
         tokenizer.save_pretrained(str(part))
         if folder.is_dir():
             folder.rmdir()  # empty, as was checked
@@ -271,6 +313,7 @@ def _write(
     """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
     import torch
 
+    from softsieve.heads.cascade_answers import DriftWarning
     from softsieve.integrations import generation
 
     def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:
@@ -290,11 +333,12 @@ def _write(
         typer.echo("\n")
         return Pair(prompt, exact, adaptive, agreement)
 
-    ids = starts[0][1]
-    with generation.exact_head(network):
-        write(ids, _WARM_UP)
-    write(ids, _WARM_UP)
-    return [both(prompt, ids) for prompt, ids in starts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftWarning)  # those states are answered exactly, and counted
+        with generation.exact_head(network):
+            write(starts[0][1], _WARM_UP)
+        write(starts[0][1], _WARM_UP)
+        return [both(prompt, ids) for prompt, ids in starts]
 
 
 @contextmanager
@@ -328,7 +372,7 @@ def _say(pairs: Sequence[Pair]) -> None:
     table.add_row("share of time in the head", f"{exact.head_share:.1%}", f"{adaptive.head_share:.1%}", "")
     table.add_row("MB read a token in the head", *(f"{size / 1e6:.2f}" for size in read), f"{read[0] / read[1]:.1f}x")
     table.add_row("tokens answered exactly", *(f"{one.exactly} of {one.tokens}" for one in (exact, adaptive)), "")
-    table.add_row("the same greedy token", "", f"{agreed} of {steps}", "")
+    table.add_row("same greedy token as the exact head", "", f"{agreed} of {steps}", "")
     Console(soft_wrap=True, markup=False, highlight=False).print(table)
 
 

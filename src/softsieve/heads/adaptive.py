@@ -211,11 +211,11 @@ class AdaptiveSoftmax:
 
         For layers that answer the rest themselves. Nothing is checked.
         """
-        k = self._largest_k()
-        if self.guarantee == "pac" or self._method(k, len(queries)) != "cascade":
+        fit = self._cascading(self._largest_k(), len(queries))
+        if fit is None:
             return None
         engine = self._built()
-        return cascade_answers.estimate(engine, queries, self._fit(k)) if isinstance(engine, Cascade) else None
+        return cascade_answers.estimate(engine, queries, fit) if isinstance(engine, Cascade) else None
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact.
@@ -224,10 +224,10 @@ class AdaptiveSoftmax:
             >>> AdaptiveSoftmax(torch.eye(2)).estimates()
             False
         """
-        return self.guarantee != "pac" and self._method(self._largest_k(), batch) == "cascade"
+        return self._cascading(self._largest_k(), batch) is not None
 
     def _largest_k(self) -> int:
-        return max((k for k in self.calibrations if k), default=1)
+        return max(self.calibrations, default=0) or 1
 
     def sample(
         self,
@@ -470,15 +470,23 @@ class AdaptiveSoftmax:
         """What answers, for ``"auto"`` by what was measured."""
         if self.method not in ("auto", "cascade") or self.guarantee == "pac":
             return self.method if self.method != "auto" else "exact"
+        return "exact" if self._cascading(k, batch) is None else "cascade"
+
+    def _cascading(self, k: int, batch: int) -> CascadeCalibration | None:
+        """The calibration by which a cascade answers so many queries at a time; None when it does not."""
+        if self.method not in ("auto", "cascade") or self.guarantee == "pac":
+            return None
         if self.method == "auto" and self._calibrated(k) is None:
-            return "exact"
+            return None
         fit = self._fit(k)
         faster = self.method == "cascade" or batch <= fit.batch
-        return "cascade" if faster and math.isfinite(fit.width) else "exact"
+        return fit if faster and math.isfinite(fit.width) else None
 
     def _calibrated(self, k: int) -> int | None:
         """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
-        return min((other for other in self.calibrations if other == k or other >= k > 0), default=None)
+        if k in self.calibrations:
+            return k
+        return min((other for other in self.calibrations if other >= k > 0), default=None)
 
     def _asked(self, x: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
         """Answer queries (..., d) as they are."""
@@ -582,7 +590,8 @@ class AdaptiveSoftmax:
 
     def _use(self, index: cascade.Index) -> None:
         engine = Cascade if self.weight.is_cpu else GpuCascade
-        self.index, self._cascade = index, engine(index, self.weight, self.bias, self.beta)
+        self._cascade = engine(index, self.weight, self.bias, self.beta)
+        self.index = self._cascade.index
         self._versions = self._now()
 
     def _now(self) -> tuple[int | None, ...]:

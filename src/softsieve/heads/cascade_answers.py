@@ -66,18 +66,17 @@ class Estimated(NamedTuple):
 
 
 def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Estimated:
-    """All logits of queries times beta, as `solve` with as little around the kernel as there can be.
+    """All logits of queries times beta.
 
     Raises:
         WeightChanged: when the kernel finds other rows than the index was built of.
     """
     logits = torch.empty(len(x), len(cascade.weight), dtype=cascade.dtype)
-    numbers = cascade.raw(x, plan_of(calibration), logits.numpy())[2]
-    state, rest = numbers[:, 0], []
-    if state.any():
-        _look_at(state, numbers[:, 5], calibration)
-        rest = state.nonzero()[0].tolist()
-    return Estimated(logits, rest, int(numbers[:, 4].sum()))
+    found = cascade.fill(x, plan_of(calibration), logits.numpy())
+    rest = [i for i, one in enumerate(found) if one.state]
+    if rest:
+        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration)
+    return Estimated(logits, rest, sum(one.bytes_read for one in found))
 
 
 def _look_at(state: Any, scale: Any, calibration: CascadeCalibration) -> None:

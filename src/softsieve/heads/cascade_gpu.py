@@ -72,7 +72,7 @@ class GpuCascade:
             self._spreads(probed),
         )
         self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
-        self._zeros = list(torch.zeros(64, BATCH + 1, dtype=torch.int32, device=weight.device))
+        self._zeros: list[Tensor] = list(torch.zeros(64, 2 * BATCH, dtype=torch.int32, device=weight.device))
         self._graphs: dict[tuple[Any, ...], Graphed] = {}
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None
@@ -128,8 +128,8 @@ class GpuCascade:
     def answer(self, x: Tensor, fit: CascadeCalibration, *, tolerance: float | None = None) -> Asked:
         """Answer queries times beta (batch, d), with everything that calibration looks at."""
         plan = self.plan(fit, tolerance)
-        arrivals = torch.zeros(BATCH + 1, dtype=torch.int32, device=x.device)
-        some = [self._ask(plan, part, 1.0, arrivals, None) for part in torch.split(x, BATCH)]
+        arrivals = torch.zeros(2 * BATCH, dtype=torch.int32, device=x.device)
+        some = [self._ask(plan, part, 1.0, arrivals) for part in torch.split(x, BATCH)]
         found = self._kernels.fields(*map(torch.cat, zip(*some, strict=True)))
         whole = self.weight.numel() * self.weight.element_size()
         return Asked(
@@ -180,9 +180,9 @@ class GpuCascade:
 
     def _arrivals(self) -> Tensor:
         """Zeros for one caller: those that were made before there was a graph to record, as long as there are some."""
-        if not self._zeros:
-            return torch.zeros(BATCH + 1, dtype=torch.int32, device=self.weight.device)
-        return self._zeros.pop()
+        if self._zeros:
+            return self._zeros.pop()
+        return torch.zeros(2 * BATCH, dtype=torch.int32, device=self.weight.device)
 
     def _launch(
         self, fit: CascadeCalibration, scale: float, dense: torch.dtype | None, arrivals: Tensor, *, x: Tensor
@@ -192,7 +192,12 @@ class GpuCascade:
         return (*found,) if out is None else (*found, out)
 
     def _ask(
-        self, plan: kernels.Plan, x: Tensor, scale: float, arrivals: Tensor, dense: Tensor | None
+        self,
+        plan: kernels.Plan,
+        x: Tensor,
+        scale: float,
+        arrivals: Tensor,
+        dense: Tensor | None = None,
     ) -> kernels.Found:
         return self._kernels.ask(
             self._arrays,
@@ -201,7 +206,7 @@ class GpuCascade:
             scale=scale,
             beta=self.beta,
             totals=self._totals,
-            arrivals=arrivals[: len(x) + 1],
+            arrivals=arrivals,
             dense=dense,
         )
 

@@ -69,15 +69,17 @@ class AdaptiveHead(nn.Linear):
         if self.training or torch.is_grad_enabled() or not new:
             return F.linear(hidden, self.weight, self.bias)
         self._check()
-        head, rows = self.head, hidden.detach().reshape(-1, hidden.shape[-1])
-        queries = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-        found = head.estimated(queries if head.beta == 1 else queries * head.beta)
+        # Right after the rest of the model nothing here is in a cache: every operation that can be left out counts.
+        rows, beta, dtype = hidden.reshape(-1, hidden.shape[-1]), self.head.beta, hidden.dtype
+        queries = rows if dtype in (torch.float32, torch.float64) else rows.float()
+        found = self.head.estimated(queries if beta == 1 else queries * beta)
         self.answered += len(rows)
         if found is None:
             return self._exact(hidden, len(rows))
         self.bytes_read += found.bytes_read
-        logits = found.logits if head.beta == 1 else found.logits.div_(head.beta)
-        logits = logits.to(hidden.dtype)
+        logits = found.logits if beta == 1 else found.logits.div_(beta)
+        if dtype != logits.dtype:
+            logits = logits.to(dtype)
         if found.rest:
             logits[found.rest] = self._exact(rows[found.rest], len(found.rest))
         return logits.view(*hidden.shape[:-1], -1)
@@ -91,7 +93,7 @@ class AdaptiveHead(nn.Linear):
 
     def _check(self) -> None:
         """Refuse a parameter that has been given other memory, as ``model.to`` and ``model.half`` do."""
-        if self.weight.data_ptr() != self.head.weight.data_ptr():
+        if self._parameters["weight"].data_ptr() != self.head.weight.data_ptr():  # type: ignore[union-attr]
             raise WeightChanged(
                 "weight: not where it was when the index was built, as after model.to or model.half: "
                 "call restore_head, and accelerate_head again"

@@ -63,13 +63,13 @@ class Agreement(NamedTuple):
     steps: int
 
 
-def load(name: str, *, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """The causal language model of a name or folder on a device, its parameters in ``dtype``.
+def load(name: str, *, dtype: torch.dtype) -> Any:
+    """The causal language model of a name or folder on the CPU, its parameters in ``dtype``.
 
     Raises:
         InputError: when it cannot be loaded, or comes without an output layer of its own.
     """
-    model = load_model(name, dtype=dtype).to(device)
+    model = load_model(name, dtype=dtype).to("cpu")
     for parameter in model.parameters():  # and no buffers: frequencies of positions need all their digits
         parameter.data = parameter.data.to(dtype)
     return model
@@ -386,7 +386,7 @@ def _adaptive(model: Any) -> AdaptiveHead:
 
 
 def _counts(layer: nn.Module) -> tuple[int, int]:
-    return (layer.exactly, getattr(layer, "bytes_read", 0)) if isinstance(layer, AdaptiveHead) else (0, 0)
+    return (layer.exactly, layer.bytes_read) if isinstance(layer, AdaptiveHead) else (0, 0)
 
 
 @contextmanager

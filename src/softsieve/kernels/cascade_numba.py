@@ -24,6 +24,8 @@ ALONE = 1 << 20  # entries up to which one thread does the work: starting more c
 LOG2E = 1.4426950408889634
 TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
 
+numba.get_num_threads()  # starts its threads: a function that comes from numba's cache may not, and crashes then
+
 jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 jit_fast = numba.njit(nogil=True, cache=True, fastmath=True)  # sums and largest values vectorise; no infinities in them
 jit_parallel = numba.njit(nogil=True, cache=True, fastmath=True, parallel=True)

@@ -22,6 +22,8 @@ SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 WARPS = 4
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
+MOST_BATCH = 64
+ARRIVALS = 2 * MOST_BATCH  # counters, of which some are used; each call's begin where memory is aligned
 MOST_ROWS = 1 << 21  # statistics of so many are looked at at once
 CAPACITY = 8192  # the most survivors of a query
 ANSWERED, DRIFTED, EXPENSIVE = 0, 2, 3  # states, as in `cascade_numba`
@@ -221,25 +223,24 @@ def _scale(error, spreads, number, step, many):
 def _preview(
     records, spreads, digits, tops, offset, scales, estimates, largest, masses, groups,
     n, blocks, stride, batch, step, correction,
-    WIDTH: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GROUPED: tl.constexpr,
+    WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr, GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    b = tl.program_id(1) * (LANES // 2) + tl.arange(0, LANES // 2)
+    b = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     asked = b < batch
     lane = tl.arange(0, LANES)
-    query = tl.program_id(1) * (LANES // 2) + lane % (LANES // 2)
+    query = tl.program_id(1) * QUERIES + lane % (LANES // 2)
     own = digits + (query * 2 + lane // (LANES // 2)) * WIDTH
-    row = block * ROWS + tl.arange(0, ROWS)
+    row = block * _BLOCK + tl.arange(0, _BLOCK)
     valid = row < n
     places = records + row.to(tl.int64) * stride
     near = tl.load(spreads + row, mask=valid, other=1).to(tl.float32)
     # Whole numbers on matrix units: sums are exact, and codes stay what they are.
-    sums = tl.zeros((ROWS, LANES), tl.int32)
+    sums = tl.zeros((_BLOCK, LANES), tl.int32)
     for first in tl.static_range(0, WIDTH, SOME):
         j = first + tl.arange(0, SOME)
-        there = valid[:, None] & (j < WIDTH)[None, :]
-        codes = tl.load(places[:, None] + j[None, :], mask=there, other=0)
+        codes = tl.load(places[:, None] + j[None, :], mask=valid[:, None] & (j < WIDTH)[None, :], other=0)
         if first == 0:
             _begin(EARLY)  # what comes before does not depend on the query
         there = (query < batch)[:, None] & (j < WIDTH)[None, :]
@@ -247,11 +248,15 @@ def _preview(
         sums = tl.dot(codes, tl.trans(some), sums, out_dtype=tl.int32)
     scale = tl.load(scales + b, mask=asked, other=1.0)
     top = tl.load(tops + query, mask=query < batch, other=1.0)
-    share = tl.where(lane < LANES // 2, top, top / 254.0)
-    values = tl.sum(tl.reshape(sums.to(tl.float32) * share[None, :], (ROWS, 2, LANES // 2)), 1)
+    share = tl.where(query < batch, tl.where(lane < LANES // 2, top, top / 254.0), 0.0)
+    values = sums.to(tl.float32) * share[None, :]
+    if QUERIES == 1:  # noqa: SIM108
+        values = tl.sum(values, 1)[:, None]
+    else:
+        values = tl.sum(tl.reshape(values, (_BLOCK, 2, QUERIES)), 1)
     values += tl.load(offset + b, mask=asked, other=0.0)[None, :]
-    deviation = (scale * step)[None, :] * near[:, None]
     values = tl.where(valid[:, None], values, -float("inf"))
+    deviation = (scale * step)[None, :] * near[:, None]
     highest = tl.max(values, 0)
     mass = tl.exp(tl.minimum(values + correction * deviation * deviation - highest[None, :], 80.0))
     tl.store(estimates + b[None, :] * n + row[:, None], values, mask=valid[:, None] & asked[None, :])
@@ -259,9 +264,9 @@ def _preview(
     tl.store(largest + place, highest, mask=asked)
     tl.store(masses + place, tl.sum(mass, 0), mask=asked)
     if GROUPED:
-        best = tl.max(tl.reshape(values, (ROWS // _GROUP, _GROUP, LANES // 2)), 1)
-        group = tl.arange(0, ROWS // _GROUP)
-        at = place[None, :] * (ROWS // _GROUP) + group[:, None]
+        best = tl.max(tl.reshape(values, (_BLOCK // _GROUP, _GROUP, QUERIES)), 1)
+        group = tl.arange(0, _BLOCK // _GROUP)
+        at = place[None, :] * (_BLOCK // _GROUP) + group[:, None]
         tl.store(groups + at, best, mask=(group >= 0)[:, None] & asked[None, :])
 
 
@@ -414,35 +419,39 @@ def _exact(
 @triton.jit
 def _answer(
     counts, rows, values, estimated, rests, shifts, scales, whole, numbers, totals,
-    n, size, item, parts, read, entries, code_bytes, doubt, tolerance, low, high, interval, least, most,
+    size, item, parts, read, entries, code_bytes, doubt, tolerance, low, high, interval, least, most,
     K: tl.constexpr, TIER: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
     b = tl.program_id(0).to(tl.int64)
-    batch = tl.num_programs(0)
+    rows += b * CAPACITY
+    values += b * CAPACITY
+    estimated += b * CAPACITY
+    rests += b * parts * 2
     found = tl.load(counts + b)
     count = tl.minimum(found, CAPACITY)
-    at = tl.arange(0, CAPACITY)
-    left = at < count
-    row = tl.load(rows + b * CAPACITY + at, mask=left, other=0)
-    value = tl.load(values + b * CAPACITY + at, mask=left, other=-float("inf"))
-    final = left
-    if TIER:
-        own = tl.load(estimated + b * CAPACITY + at, mask=left, other=0.0)
-        final = left & (own < 0.0)
     every = tl.arange(0, PARTS)
-    rest = tl.sum(tl.load(rests + (b * parts + every) * 2, mask=every < parts, other=0.0), 0)
-    rest_doubt = tl.sum(tl.load(rests + (b * parts + every) * 2 + 1, mask=every < parts, other=0.0), 0)
-    shift = tl.load(shifts + b)
-    highest = tl.maximum(shift, tl.max(value, 0))
-    mass = tl.exp(value - highest)
-    total = rest * tl.exp(shift - highest) + tl.sum(mass, 0)
-    corrected = rest_doubt * tl.exp(shift - highest)
-    if TIER:
-        corrected += tl.sum(tl.where(final, 0.0, mass * own), 0)
+    rest = tl.sum(tl.load(rests + every * 2, mask=every < parts, other=0.0), 0)
+    rest_doubt = tl.sum(tl.load(rests + every * 2 + 1, mask=every < parts, other=0.0), 0)
+    highest = tl.load(shifts + b)
+    total, corrected = rest, rest_doubt
+    finalists = tl.zeros((), tl.int32)
+    for begin in range(0, count, 1024):
+        at = begin + tl.arange(0, 1024)
+        value = tl.load(values + at, mask=at < count, other=-float("inf"))
+        higher = tl.maximum(highest, tl.max(value, 0))
+        mass = tl.exp(value - higher)
+        total = total * tl.exp(highest - higher) + tl.sum(mass, 0)
+        corrected = corrected * tl.exp(highest - higher)
+        final = at < count
+        if TIER:
+            own = tl.load(estimated + at, mask=at < count, other=0.0)
+            final = own < 0.0
+            corrected += tl.sum(tl.where(final, 0.0, mass * own), 0)
+        finalists += tl.sum(final.to(tl.int32), 0)
+        highest = higher
     half = doubt * corrected / total
     log_z = tl.log(total) + highest
-    finalists = tl.sum(final.to(tl.int32), 0)
     scale = tl.load(scales + b)
     state = tl.where(half <= tolerance, 0, _EXPENSIVE)
     state = tl.where(found <= CAPACITY, state, _EXPENSIVE)
@@ -450,11 +459,23 @@ def _answer(
     state = tl.where(scale >= low, tl.where(scale <= high, state, _DRIFTED), _DRIFTED)
     whole += b * (K + 5)
     numbers += b * (2 * K + 5)
-    left = tl.where(final, value, -float("inf"))
+    # In falling order, tied ones by their rows, wherever they are.
+    last, last_row = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
     for place in range(K):
-        best = tl.max(left, 0)
-        chosen = tl.min(tl.where(left == best, row, 2147483647), 0)  # of tied ones the first, wherever they are
-        left = tl.where(row == chosen, -float("inf"), left)
+        best, chosen = tl.full((), -float("inf"), tl.float32), tl.full((), 2147483647, tl.int32)
+        for begin in range(0, count, 1024):
+            at = begin + tl.arange(0, 1024)
+            value = tl.load(values + at, mask=at < count, other=-float("inf"))
+            row = tl.load(rows + at, mask=at < count, other=2147483647)
+            left = (value < last) | ((value == last) & (row > last_row))
+            if TIER:
+                left = left & (tl.load(estimated + at, mask=at < count, other=0.0) < 0.0)
+            value = tl.where(left, value, -float("inf"))
+            here = tl.max(value, 0)
+            lowest = tl.min(tl.where(left & (value == here), row, 2147483647), 0)
+            chosen = tl.where(here > best, lowest, tl.where(here == best, tl.minimum(lowest, chosen), chosen))
+            best = tl.maximum(best, here)
+        last, last_row = best, chosen
         tl.store(whole + place, chosen.to(tl.int64))
         tl.store(numbers + place, tl.exp(best - log_z))
         tl.store(numbers + K + place, best)
@@ -471,7 +492,7 @@ def _answer(
     tl.store(whole + K + 4, state.to(tl.int64))
     tl.atomic_add(totals, 1)
     if state != 0:
-        tl.atomic_add(counts + batch, 1)
+        tl.atomic_add(counts + tl.num_programs(0), 1)
         tl.atomic_add(totals + 1, 1)
 
 
@@ -622,7 +643,7 @@ def ask(
     Args:
         beta: what stands for the bias at the end of a query times ``scale``.
         totals: (2,) int64, to which are added the queries, and those of them for which everything was read.
-        arrivals: (batch + 1,) int32 zeros, which they are again in the end. For one call at a time.
+        arrivals: (ARRIVALS,) int32 zeros, which they are again in the end. For one call at a time.
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
             masses. (batch, n)
         early: whether launches begin before the one before is done, and wait for it themselves; where they can.
@@ -652,10 +673,11 @@ def ask(
         BIASED=biased, TIER=tiered, WIDTH=width, LONGEST=triton.next_power_of_2(width), PROBES=probes,
         ROWS=rows, SIZE=wide, num_warps=WARPS, **how,
     )  # fmt: skip
-    _preview[(blocks, triton.cdiv(batch, LANES // 2))](
+    together = 1 if batch == 1 else LANES // 2
+    _preview[(blocks, triton.cdiv(batch, together))](
         index.records, spreads, m.digits, m.tops, m.offset, m.scales, m.estimates, m.largest, m.masses, m.groups,
         n, blocks, stride, batch, plan.step, plan.correction,
-        WIDTH=width, SOME=min(128, triton.next_power_of_2(width)), ROWS=BLOCK, LANES=LANES, GROUPED=grouped,
+        WIDTH=width, SOME=min(128, triton.next_power_of_2(width)), LANES=LANES, QUERIES=together, GROUPED=grouped,
         num_warps=WARPS, **how,
     )  # fmt: skip
     _select[(parts, batch)](
@@ -683,12 +705,12 @@ def ask(
     _answer[(batch,)](
         m.counts, m.rows, m.estimated[1] if tiered else m.values, m.estimated,
         m.rests, m.shifts, m.scales, whole, numbers, totals,
-        n, size, item, parts, read, entries, plan.tier_length + 1 if tiered else 0,
+        size, item, parts, read, entries, plan.tier_length + 1 if tiered else 0,
         plan.doubt, plan.tolerance, plan.low, plan.high, plan.interval, plan.least, plan.most,
-        K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, num_warps=2 * WARPS, **how,
+        K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, num_warps=WARPS, **how,
     )  # fmt: skip
     _everything[(min(1056, triton.cdiv(n, rows)),)](
-        x, index.weight, index.bias, m.counts, arrivals[batch:], m.estimates, m.largest, whole, numbers, out,
+        x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, whole, numbers, out,
         n, size, item, blocks, batch, scale, x.stride(0), index.weight.stride(0),
         K=k, BIASED=biased, DENSE=filled, BLOCKS=block_width, ROWS=rows, SIZE=wide, num_warps=2 * WARPS, **how,
     )  # fmt: skip

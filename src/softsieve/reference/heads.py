@@ -250,7 +250,7 @@ def short_cascade(
             some = estimates[left] if level else torch.stack([part.max() for part in torch.split(estimates, group)])
             bound = min(bound, float(some.topk(k).values[-1]) if len(some) >= k else -math.inf)
         reach = estimates + width * deviation - (bound - 1e-6 * abs(shift))
-        closest = min(closest, float(reach[left].abs().min()))
+        closest = min([closest, *reach[left].abs().tolist()])
         left = left & (reach >= 0)
         if level == 0 and int(left.sum()) > capacity:
             return CascadeAnswer("expensive", none, exact[:0], 0.0, 0.0, 0, 0, scale, none, exact[:0], closest)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from softsieve._graphs import Graphed
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve._graphs import Graphed
 from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
 from softsieve.training.rows import Batch, Rows

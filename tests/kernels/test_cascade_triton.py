@@ -1,0 +1,269 @@
+"""The cascade of a GPU against its reference: on the GPU where there is one, else interpreted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from softsieve.heads import cascade
+from softsieve.heads.basis import Moments
+from softsieve.heads.cascade_gpu import GpuCascade
+from softsieve.kernels import cascade_triton as kernels
+from softsieve.kernels.cascade_triton import ARRIVALS, CHOICE, DRIFTED, EXPENSIVE, Fields, Plan
+from softsieve.reference import heads as reference
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+STATES = {0: "answered", DRIFTED: "drifted", EXPENSIVE: "expensive"}
+
+
+class Asked:
+    """A random head, and some queries asked of it by the kernels."""
+
+    def __init__(
+        self,
+        n: int,
+        d: int,
+        *,
+        batch: int = 1,
+        biased: bool = False,
+        beta: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        first: int = 0,
+        tier: int = -1,
+        spread: float = 6.0,
+        seed: int = 0,
+        weight: Tensor | None = None,
+        **plan: Any,
+    ) -> None:
+        g = torch.Generator().manual_seed(seed)
+        decay = torch.arange(1, d + 1) ** -0.7
+        self.weight = (torch.randn(n, d, generator=g) * decay).to(dtype) if weight is None else weight
+        self.bias = torch.randn(n, generator=g).to(dtype) if biased else None
+        queries = torch.randn(500 + batch, d, generator=g) * decay * spread
+        self.x, self.beta = queries[500:].to(dtype), beta
+        moments = Moments(d + biased)
+        moments.update(cascade.extend(queries[:500] * beta, beta, self.bias))
+        self.index = cascade.build(self.weight, self.bias, moments)
+        tiers = cascade.lengths(d + biased)[1]
+        steps = self.index.tier_steps.tolist()
+        self.plan = Plan(
+            k=1,
+            first=first,
+            length=tiers[first],
+            step=steps[first],
+            tier=tier,
+            tier_length=tiers[tier] if tier >= 0 else 0,
+            tier_step=steps[tier] if tier >= 0 else 0.0,
+            width=3.0,
+            correction=0.5,
+            floor=math.log(0.15),
+            doubt=0.5,
+            tolerance=0.5,
+            low=0.0,
+            high=1e30,
+            interval=2.0,
+            least=0.05,
+            most=0.3,
+            capacity=1024,
+        )._replace(**plan)
+        self.totals = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=DEVICE)
+
+    def ask(self, *, dense: torch.dtype | None = torch.float32) -> tuple[Fields, Tensor | None]:
+        on_device = cascade.Index(*(value.to(DEVICE) for value in self.index))
+        bias = None if self.bias is None else self.bias.to(DEVICE)
+        engine = GpuCascade(on_device, self.weight.to(DEVICE), bias, self.beta)
+        out = None
+        if dense is not None:
+            out = torch.full((len(self.x), len(self.weight)), math.nan, dtype=dense, device=DEVICE)
+        found = kernels.ask(
+            engine._arrays,
+            self.plan,
+            self.x.to(DEVICE),
+            scale=self.beta,
+            beta=self.beta,
+            totals=self.totals,
+            arrivals=self.arrivals,
+            dense=out,
+        )
+        fields = kernels.fields(*(value.cpu() for value in found))
+        return fields, None if out is None else out.cpu()
+
+    def truth(self, number: int) -> reference.CascadeAnswer:
+        plan, index = self.plan, self.index
+        used = [plan.first] if plan.tier < 0 else [plan.first, plan.tier]
+        spreads = index.records.view(torch.uint8)[:, used].float() * index.tier_steps[used]
+        return reference.short_cascade(
+            self.weight,
+            self.x[number],
+            self.bias,
+            beta=self.beta,
+            centre=index.centre,
+            projection=index.project,
+            codes=index.records[:, cascade.SPREADS :],
+            lengths=[length for length in (plan.length, plan.tier_length) if length],
+            deviations=spreads.T,
+            probes=index.probes,
+            k=plan.k,
+            width=plan.width,
+            correction=plan.correction,
+            floor=plan.floor,
+            doubt=plan.doubt,
+            tolerance=plan.tolerance,
+            low=plan.low,
+            high=plan.high,
+            capacity=plan.capacity,
+        )
+
+    def check(self) -> list[str]:
+        """Every query against the reference, but for decisions by less than rounding; the states."""
+        found, dense = self.ask()
+        assert dense is not None
+        assert not self.arrivals.any()
+        states = []
+        for number in range(len(self.x)):
+            truth = self.truth(number)
+            states.append(STATES[int(found.state[number])])
+            if truth.closest < 5e-4:
+                continue
+            assert states[-1] == truth.state
+            exact = reference.logits(self.weight, self.x[number], self.bias, beta=self.beta)
+            k = self.plan.k
+            if truth.state == "answered":
+                assert int(found.finalists[number]) == len(truth.finalists)
+                log_z, half, logits = truth.log_z, truth.half, truth.dense
+                promised = min(max(half * self.plan.interval, self.plan.least), self.plan.most)
+            else:
+                log_z, half, promised, logits = float(exact.logsumexp(0)), 0.0, 0.0, exact
+            best, rows = exact.topk(k)
+            if truth.state == "answered":
+                best, rows = truth.logits, truth.indices
+            assert found.indices[number].tolist() == rows.tolist()
+            near: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-4}
+            torch.testing.assert_close(found.logits[number].double(), best, **near)
+            assert math.isclose(float(found.log_z[number]), log_z, abs_tol=2e-4)
+            torch.testing.assert_close(found.probs[number].double(), (best - log_z).exp(), rtol=1e-3, atol=1e-7)
+            ends = torch.tensor([log_z - promised, log_z + promised], dtype=torch.float64)
+            torch.testing.assert_close(found.interval[number].double(), ends, rtol=1e-5, atol=1e-3)
+            assert math.isclose(float(found.half[number]), half, rel_tol=1e-2, abs_tol=1e-4)
+            # Estimates have queries of some 16 bits.
+            torch.testing.assert_close(dense[number].double(), logits, rtol=1e-4, atol=1e-2)
+        wrong = sum(state != "answered" for state in states)
+        assert self.totals.tolist() == [len(self.x), wrong]
+        return states
+
+
+@pytest.mark.parametrize("tier", [-1, 1])
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize(("batch", "biased", "beta"), [(1, False, 1.0), (3, True, 0.7), (11, False, -1.3)])
+def test_agrees_with_the_reference(tier: int, k: int, batch: int, biased: bool, beta: float) -> None:
+    asked = Asked(3000, 300, batch=batch, biased=biased, beta=beta, tier=tier, k=k)
+    assert "answered" in asked.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])])
+def test_narrow_weights(dtype: torch.dtype) -> None:
+    assert "answered" in Asked(1500, 300, batch=2, tier=1, k=2, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("n", [70, 255, 256, 257, CHOICE, CHOICE + 1])
+def test_numbers_of_rows(n: int) -> None:
+    """Around blocks and parts; k as large as there are groups of rows for it."""
+    Asked(n, 130, batch=2, k=2, width=1.0).check()
+
+
+@pytest.mark.parametrize("d", [2, 7, 16, 32, 111, 257])
+def test_sizes(d: int) -> None:
+    """Also those without tiers of whole cache lines, and with rows that are not aligned."""
+    Asked(700, d, batch=2, biased=True, k=3, spread=20.0).check()
+
+
+@pytest.mark.parametrize(("first", "tier"), [(1, -1), (0, 2), (1, 2), (2, -1)])
+def test_longer_tiers(first: int, tier: int) -> None:
+    assert "answered" in Asked(900, 520, first=first, tier=tier, k=2, batch=2).check()
+
+
+def test_more_survivors_than_there_is_room_for() -> None:
+    states = Asked(2900, 300, batch=9, k=2, capacity=16, width=18.0).check()
+    assert {"expensive", "answered"} == set(states)
+
+
+def test_more_doubt_than_is_allowed() -> None:
+    assert set(Asked(2900, 300, batch=2, tier=1, tolerance=1e-6).check()) == {"expensive"}
+
+
+@pytest.mark.parametrize("limits", [{"low": 5.0}, {"high": 0.01}])
+@pytest.mark.parametrize("k", [0, 3])
+def test_queries_from_elsewhere_are_answered_exactly(limits: dict[str, Any], k: int) -> None:
+    assert set(Asked(1300, 300, batch=3, k=k, biased=True, beta=0.5, **limits).check()) == {"drifted"}
+
+
+def test_a_query_of_zeros() -> None:
+    asked = Asked(600, 300, k=2, biased=True)
+    asked.x.zero_()
+    asked.check()
+
+
+@pytest.mark.parametrize("limits", [{}, {"low": 1e9}])
+def test_ties_go_by_their_rows(limits: dict[str, Any]) -> None:
+    """In the answer of the cascade and in the exact one, within a block and across blocks."""
+    weight = torch.randn(30, 64).repeat(40, 1)
+    asked = Asked(1200, 64, weight=weight, k=6, width=6.0, capacity=2048, **limits)
+    found, _ = asked.ask(dense=None)
+    best = int((weight[:30].double() @ asked.x[0].double()).argmax())
+    assert found.indices[0].tolist() == [best + 30 * number for number in range(6)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_a_number_stays_one(bad: float) -> None:
+    asked = Asked(600, 64, batch=2, k=2)
+    asked.x[0, 3] = bad
+    found, _ = asked.ask(dense=None)
+    assert found.state.tolist()[0] == DRIFTED
+    assert not found.log_z[0].isfinite()
+    assert found.log_z[1].isfinite()
+    assert ((found.indices >= 0) & (found.indices < 600)).all()
+
+
+def test_what_is_read_is_counted() -> None:
+    asked = Asked(3000, 300, batch=2, tier=1, k=2, biased=True)
+    found, _ = asked.ask(dense=None)
+    assert (found.state == 0).all()
+    probes, size = 64, 300
+    for number in range(2):
+        survivors, finalists = int(found.survivors[number]), int(found.finalists[number])
+        codes = (3000 + probes) * 56 + (survivors + probes) * 120
+        assert int(found.coordinates[number]) == (probes + finalists) * size + codes + survivors
+        read = (probes + finalists) * size * 4 + codes + 3000 + 2 * probes + survivors + 120 * 301 * 2 + 4 * 301
+        assert int(found.bytes_read[number]) == read
+    whole, _ = Asked(3000, 300, batch=2, tier=1, k=2, biased=True, low=1e9).ask(dense=None)
+    assert (whole.coordinates == 3000 * size).all()
+    assert (whole.bytes_read >= 3000 * size * 4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_logits_in_another_dtype(dtype: torch.dtype) -> None:
+    asked = Asked(700, 300, k=2, tier=1)
+    _, wide = asked.ask()
+    _, dense = asked.ask(dense=dtype)
+    assert wide is not None
+    assert dense is not None
+    torch.testing.assert_close(dense.float(), wide, rtol=1e-2, atol=1e-2)
+
+
+def test_the_last_to_arrive_leaves_zeros() -> None:
+    """Twice with the same counters, also where everything is read."""
+    asked = Asked(600, 64, batch=3, k=1, capacity=16, width=50.0)
+    first, _ = asked.ask(dense=None)
+    second, _ = asked.ask(dense=None)
+    assert set(first.state.tolist()) == {0, EXPENSIVE}
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(before, after)
+    assert asked.totals.tolist() == [6, 2 * int((first.state != 0).sum())]
