@@ -114,9 +114,11 @@ def test_text_table_and_record(model: Path, tmp_path: Path) -> None:
     faster = adaptive["tokens_per_second"] / exact["tokens_per_second"]
     rates = [f"{total['tokens_per_second']:.1f}" for total in (exact, adaptive)]
     assert row(done, "tokens/s") == [*rates, f"{faster:.2f}x"]
-    assert row(done, "ms a token")[:2] == [f"{total['head_ms']:.2f}" for total in (exact, adaptive)]
+    times = [f"{total['head_ms']:.2f}" for total in (exact, adaptive)]
+    assert row(done, "ms a token") == [*times, f"{exact['head_ms'] / adaptive['head_ms']:.1f}x"]
     assert row(done, "share of time")[:2] == [f"{total['head_share']:.1%}" for total in (exact, adaptive)]
-    assert row(done, "MB read")[0] == "0.13"
+    sizes = [f"{total['bytes_read'] / 1e6:.2f}" for total in (exact, adaptive)]
+    assert row(done, "MB read") == [*sizes, f"{exact['bytes_read'] / adaptive['bytes_read']:.1f}x"]
     assert row(done, "exactly")[:2] == ["36 of 36", f"{adaptive['exactly']} of 36"]
     assert row(done, "greedy")[1] == f"{adaptive['agreed']} of 36"
 
@@ -227,8 +229,9 @@ def test_drawn_tokens_go_by_the_seed(model: Path, tmp_path: Path) -> None:
 
 
 def test_too_few_states_are_said_and_everything_is_exact(model: Path) -> None:
-    done = run(model, "--prompt", PROMPT, "--queries", "40", "--threads", "1")
+    done = run(model, "--prompt", PROMPT, "--queries", "40", "--threads", "2")
     assert done.exit_code == 0, done.output
+    assert torch.get_num_threads() == 2
     assert "40 are too few" in done.stderr
     assert row(done, "exactly")[1] == "12 of 12"
     assert row(done, "MB read")[2] == "1.0x"

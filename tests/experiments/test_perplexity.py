@@ -138,6 +138,33 @@ def test_the_head_is_asked_one_state_at_a_time(reading: Reading, monkeypatch: py
     assert sum(told) == pytest.approx(1, abs=0.05)
 
 
+def test_the_index_and_the_calibration_have_states_of_their_own(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Tensor] = {}
+    for name in ("build", "calibrate"):
+        right = getattr(AdaptiveSoftmax, name)
+
+        def listening(
+            self: Any, queries: Tensor, *more: Any, name: str = name, right: Any = right, **options: Any
+        ) -> Any:
+            given[name] = queries
+            return right(self, queries, *more, **options)
+
+        monkeypatch.setattr(AdaptiveSoftmax, name, listening)
+    perplexity.measure(reading, ks=[1], delta=0.05)
+    both = torch.cat([given["build"], given["calibrate"]])
+    assert len(both) == len(both.unique(dim=0)) == 1000
+    assert len(given["build"]) == 500
+
+
+def test_the_error_of_the_ratio() -> None:
+    exact = perplexity.Losses(None, torch.zeros(4).double(), torch.full((4,), 8), torch.ones(4).bool())
+    other = exact._replace(k=1, loss=torch.tensor([0.1, -0.1, 0.3, -0.3]).double())
+    found = perplexity.summary([exact, other])[1]
+    assert (found["ratio"], found["ratio_error"]) == (pytest.approx(1), pytest.approx(0.05**0.5 / 2))
+
+
 def test_too_few_states_to_calibrate_are_all_exact(reading: Reading) -> None:
     corpus = reading.head.corpora["text"]
     few = reading._replace(

@@ -199,10 +199,14 @@ def test_a_right_head_agrees(model: Any) -> None:
     with exact_head(model):
         text = write(model, PROMPT, tokens=40).tokens
     heard: list[int] = []
+    read: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: read.extend(ids[0].flatten().tolist()))
     found = agreement(model, PROMPT, text, stream=heard.append)
+    hook.remove()
     assert found.steps == 40
     assert found.agreed >= 37  # 5 % may be wrong
     assert heard == text.tolist()
+    assert read == [*PROMPT.tolist(), *text[:-1].tolist()]
 
 
 def test_a_wrong_head_does_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +343,12 @@ def test_states_of_a_text() -> None:
     found = text_states(own, Letters(), text, count=100, progress=lambda what, share: told.append(share))
     assert torch.equal(found, collect_queries(own, Letters(), text, count=100, window=40))
     assert sum(told) == pytest.approx(1)
+    led = text_states(own, Letters(), text, count=50, first=1)
+    ids = Letters()(text).input_ids[:50]
+    with torch.no_grad():
+        parts = [torch.tensor([[1, *ids[start : start + 39]]]) for start in (0, 39)]
+        expected = [inputs_of(own.get_output_embeddings(), own, part)[0, 1:] for part in parts]
+    torch.testing.assert_close(led, torch.cat(expected), rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="story: expected at least 1000 tokens"):
         text_states(own, Letters(), text, count=1000, place="story")
 

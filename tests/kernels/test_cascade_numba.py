@@ -129,12 +129,14 @@ def test_preview_block(rows: int, size: int) -> None:
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (5, 33), (0, 300), (299, 300)])
 def test_refine(low: int, high: int) -> None:
     records = random().integers(-128, 128, (4000, SPREADS + 300)).astype(np.int8)  # spreads above 127 are negative here
-    y, rows = spread_out(300), random(1).permutation(4000)[:3900].astype(np.int32)
+    y, rows = spread_out(SPREADS + 300), random(1).permutation(4000)[:3900].astype(np.int32)
+    y[:SPREADS] = 0
     assert (rows.size * (high - low) > ALONE) == (high - low == 300)
     out, near = spread_out(3900, seed=2), np.zeros(3900, np.float32)
     before = out.copy()
     kernels.refine(records, 3, y, rows, low, high, out, near)
-    product = records[rows, SPREADS + low : SPREADS + high].astype(np.float64) @ y[low:high].astype(np.float64)
+    some = slice(SPREADS + low, SPREADS + high)
+    product = records[rows, some].astype(np.float64) @ y[some].astype(np.float64)
     np.testing.assert_allclose(out, before + product, rtol=1e-5, atol=5e-3)
     np.testing.assert_array_equal(near, records[rows, 3].view(np.uint8))
     assert near.max() > 127
@@ -309,7 +311,7 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
         np.array([0, 1]),
         weight[[0]].copy(),
     )
-    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, BLOCK, BLOCK, BLOCK, 2, 2, 2, 2)]
+    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, BLOCK, BLOCK, BLOCK, SPREADS + 2, 2, 2, 2)]
     ints = [np.zeros(1, np.int64), np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
     return index, kernels.Scratch(*floats[:5], *ints, *floats[5:])
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +271,12 @@ def test_the_last_to_arrive_leaves_zeros() -> None:
     for before, after in zip(first, second, strict=True):
         torch.testing.assert_close(before, after)
     assert asked.totals.tolist() == [6, 2 * int((first.state != 0).sum())]
+
+
+def test_the_kernels_compile() -> None:
+    """For a GPU that is not there: what the interpreter lets pass, the compiler may not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_cascade.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n") == 13

@@ -134,8 +134,8 @@ def losses(logits: Tensor, tokens: Tensor, softcap: float | None) -> Tensor:
     """Negative log-likelihood of tokens (...) from logits (..., n), in float64.
 
     Example:
-        >>> losses(torch.tensor([[0.0, 0.0], [0.0, 100.0]]), torch.tensor([0, 1]), None)
-        tensor([0.6931, 0.0000], dtype=torch.float64)
+        >>> losses(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]), None)
+        tensor([0.6931, 0.3133], dtype=torch.float64)
     """
     logits = logits.double()
     if softcap is not None:

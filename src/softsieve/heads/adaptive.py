@@ -131,6 +131,7 @@ class AdaptiveSoftmax:
         self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e30)
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
         self.calibrations: dict[int, Calibration | CascadeCalibration] = {}  # by k, 0 for `log_partition`
+        self._elsewhere: dict[int, CascadeCalibration] = {}  # made on a GPU, if this is none, or the other way round
         self.index: cascade.Index | None = None
         self._cascade: Engine | None = None
         self._dithered: Dithered | None = None
@@ -196,7 +197,7 @@ class AdaptiveSoftmax:
             >>> AdaptiveSoftmax(torch.eye(2)).logits(torch.tensor([3.0, 1.0]))
             tensor([3., 1.])
         """
-        queries = self._queries("x", x)
+        queries = self._queries("x", x, look=self.weight.is_cpu)
         found = self.estimated(queries)
         if found is None:
             logits = self._exact_logits(queries)
@@ -215,7 +216,11 @@ class AdaptiveSoftmax:
         if fit is None:
             return None
         engine = self._built()
-        return cascade_answers.estimate(engine, queries, fit) if isinstance(engine, Cascade) else None
+        if isinstance(engine, Cascade):
+            return cascade_answers.estimate(engine, queries, fit)
+        found, logits = engine.solve(queries, fit, scale=1.0, dense=queries.dtype)
+        assert logits is not None  # noqa: S101
+        return cascade_answers.Estimated(logits, [], found.bytes_read.sum(), (found.state != 0).sum())
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact.
@@ -289,7 +294,7 @@ class AdaptiveSoftmax:
         if not moments.count:
             raise ValueError("queries: expected some, found none")
         index = cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=progress)
-        self.calibrations = {}
+        self.calibrations, self._elsewhere = {}, {}
         self._use(index)
 
     def calibrate(
@@ -426,7 +431,7 @@ class AdaptiveSoftmax:
         _checks.finite("weight", self.weight[chosen])
         if self.bias is not None:
             _checks.finite("bias", self.bias[chosen])
-        others = self._changed_rows()
+        others, chosen = self._changed_rows(), chosen.to(self.weight.device)
         others = others[~torch.isin(others, chosen)]
         if len(others):
             raise WeightChanged(f"weight: other rows have changed, too: {_some(others)}; build the index again")
@@ -561,6 +566,8 @@ class AdaptiveSoftmax:
     def _not_calibrated(self, k: int) -> RuntimeError:
         there = ", ".join(map(str, self.calibrations))
         found = f"found calibrations for k = {there}" if there else "found none"
+        if self._elsewhere:
+            found += f" on {self.weight.device.type}, only those of another kind of device"
         return RuntimeError(
             f"not calibrated for k = {k}, {found}: call calibrate(queries, k={k}) first, or ask for guarantee='pac'"
         )
@@ -628,6 +635,18 @@ class AdaptiveSoftmax:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    def to(self, device: torch.device | str) -> AdaptiveSoftmax:
+        """The same head on another device, with an index that has not to be built again.
+
+        Calibrations stay with the kind of device they were made on: a CPU and a GPU read in different steps.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(2), eps=0.1).to("cpu").eps
+            0.1
+        """
+        tensors, settings = self._content()
+        return type(self)._from_content({name: value.to(device) for name, value in tensors.items()}, settings)
+
     def save(self, path: str | os.PathLike[str], *, weight: bool = True) -> None:
         """Write everything to one safetensors file, all or nothing.
 
@@ -657,6 +676,7 @@ class AdaptiveSoftmax:
             else:
                 settings["calibrations"][str(k)] = found.queries
                 tensors[f"calibrations.{k}"] = found.scale
+        settings["elsewhere"] = {str(k): found._asdict() for k, found in self._elsewhere.items()}
         if self.index is not None:
             tensors |= {f"index.{name}": value for name, value in self.index._asdict().items()}
         return tensors, settings
@@ -708,6 +728,8 @@ class AdaptiveSoftmax:
                 head._restore_cascade(int(k), found)
             else:
                 head._restore(int(k), tensors.pop(f"calibrations.{k}"), found)
+        for k, found in settings.pop("elsewhere").items():
+            head._restore_cascade(int(k), found)
         if settings or tensors:
             raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")
         return head
@@ -725,10 +747,12 @@ class AdaptiveSoftmax:
     def _restore_cascade(self, k: int, found: dict[str, Any]) -> None:
         if self.index is None:
             raise ValueError(f"calibrations.{k}: expected an index with it, found none")
-        previews = len(self.index.steps)
-        self.calibrations[k] = cascade_calibration.restored(
-            found, k=k, rows=len(self.weight), previews=previews, tiers=len(self.index.tier_steps)
-        )
+        previews, tiers = len(self.index.steps), len(self.index.tier_steps)
+        fit = cascade_calibration.restored(found, k=k, rows=len(self.weight), previews=previews, tiers=tiers)
+        if (fit.capacity > 0) == self.weight.is_cpu:
+            self._elsewhere[k] = fit
+        else:
+            self.calibrations[k] = fit
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")

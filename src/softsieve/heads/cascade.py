@@ -364,7 +364,7 @@ class Cascade:
                 values=np.zeros(rows, np.float32),
                 near=np.zeros(rows, np.float32),
                 exact=torch.zeros(rows, dtype=self.dtype).numpy(),
-                y=np.zeros(len(self.index.unit), np.float32),
+                y=np.zeros(SPREADS + len(self.index.unit), np.float32),
                 probed=torch.zeros(probes, dtype=self.dtype).numpy(),
                 previewed=np.zeros(probes, np.float32),
                 around=np.zeros(probes, np.float32),

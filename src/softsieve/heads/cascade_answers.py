@@ -62,7 +62,8 @@ class Estimated(NamedTuple):
 
     logits: Tensor  # (batch, n): exact for rows that were read in full, elsewhere estimates
     rest: list[int]  # queries that the kernel does not answer, whose logits are anything
-    bytes_read: int  # in all
+    bytes_read: int | Tensor  # in all
+    exactly: int | Tensor = 0  # queries whose logits are all exact because they could not be answered otherwise
 
 
 def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Estimated:

@@ -123,8 +123,9 @@ def truth(reader: Reader, x: Tensor, bias: Tensor | None, k: int) -> Truth:
         logits = reader.full(part)
         if bias is not None:
             logits += bias
-        best, rows = logits.topk(k if x.is_cpu else min(k + _CLOSE, reader.rows), -1)
-        if not x.is_cpu and k:  # matrix units round more than single rows are
+        rounded = not x.is_cpu and k > 0
+        best, rows = logits.topk(min(k + _CLOSE, reader.rows) if rounded else k, -1)
+        if rounded:  # matrix units round more than single rows are
             query = torch.arange(len(part), device=x.device)[:, None].expand_as(rows)
             best = reader.pairs(query.reshape(-1), rows.reshape(-1), part).view_as(rows)
             best = (best if bias is None else best + bias[rows]).topk(k, -1).values

@@ -28,6 +28,7 @@ BATCH = 64  # queries that are answered together, at most
 TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
+_SLOW = 4  # times as long as its bytes take, an exact answer takes
 _PROBES = 64  # lanes for the rows that are always read
 
 
@@ -93,7 +94,8 @@ class GpuCascade:
     def cost(self, asked: Asked, fit: CascadeCalibration) -> Tensor:
         """Bytes that could be read in order in the time that each answer takes."""
         around = _AROUND * asked.survivors if fit.tier >= 0 else 0
-        return asked.bytes_read.double() + around + (_LAUNCH if fit.tier >= 0 else 0)
+        slow = (_SLOW - 1) * self.weight.numel() * self.weight.element_size() * (asked.state != 0)
+        return asked.bytes_read.double() + around + slow + (_LAUNCH if fit.tier >= 0 else 0)
 
     def room(self, survivors: Tensor) -> int:
         """For twice as many survivors as there were."""

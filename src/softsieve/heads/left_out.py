@@ -31,7 +31,7 @@ def put_back(
         InputError: when they are not there, or not the ones that the file was made of; when the file has its own.
         KeyError, TypeError, ValueError: for a broken file.
     """
-    given = {"weight": weight, "bias": bias}
+    given: dict[str, Any] = {"weight": weight, "bias": bias}
     if NOTE not in settings:
         found = [name for name, value in given.items() if value is not None]
         if found:
@@ -46,7 +46,8 @@ def put_back(
     checksums = tensors.pop(CHECKSUMS) if CHECKSUMS in tensors else tensors["index.checksums"]
     if checksums.shape != (len(weight),):
         raise ValueError(f"checksums: expected one a row, found shape {tuple(checksums.shape)}")
-    different = int((cascade.checksums(weight.detach(), bias).cpu() != checksums).sum())
+    own = None if bias is None else bias.detach()
+    different = int((cascade.checksums(weight.detach(), own).cpu() != checksums).sum())
     if different:
         raise InputError(
             f"weight: expected the one that {path} was made of, found another: {different} of {len(weight)} rows differ"

@@ -56,13 +56,23 @@ class AdaptiveHead(nn.Linear):
         self.bias = getattr(layer, "bias", None)  # type: ignore[assignment]
         self.out_features, self.in_features = self.weight.shape
         self.head = head
-        self.answered = self.exactly = self.bytes_read = 0
+        self.answered = 0
+        self._exactly: int | Tensor = 0  # tensors on a GPU, which nobody waits for until they are asked for
+        self._bytes_read: int | Tensor = 0
         self._layer: tuple[nn.Module] = (layer,)  # in a tuple, it is no part of the model
 
     @property
     def replaced(self) -> nn.Module:
         """The layer that this one stands for."""
         return self._layer[0]
+
+    @property
+    def exactly(self) -> int:
+        return int(self._exactly)
+
+    @property
+    def bytes_read(self) -> int:
+        return int(self._bytes_read)
 
     def forward(self, hidden: Tensor) -> Tensor:
         new = hidden.ndim > 1 and hidden.shape[-2] == 1  # one token of each sequence
@@ -76,7 +86,7 @@ class AdaptiveHead(nn.Linear):
         self.answered += len(rows)
         if found is None:
             return self._exact(hidden, len(rows))
-        self.bytes_read += found.bytes_read
+        self._bytes_read, self._exactly = self._bytes_read + found.bytes_read, self._exactly + found.exactly
         logits = found.logits if beta == 1 else found.logits.div_(beta)
         if dtype != logits.dtype:
             logits = logits.to(dtype)
@@ -85,10 +95,9 @@ class AdaptiveHead(nn.Linear):
         return logits.view(*hidden.shape[:-1], -1)
 
     def _exact(self, hidden: Tensor, tokens: int) -> Tensor:
-        self.exactly += tokens
-        self.bytes_read += sum(
-            value.numel() * value.element_size() for value in (self.weight, self.bias) if value is not None
-        )
+        parts = (value for value in (self.weight, self.bias) if value is not None)
+        whole = sum(value.numel() * value.element_size() for value in parts)
+        self._bytes_read, self._exactly = self._bytes_read + whole, self._exactly + tokens
         return F.linear(hidden, self.weight, self.bias)
 
     def _check(self) -> None:
@@ -260,7 +269,8 @@ def accelerate_head(
         head = AdaptiveSoftmax(
             *own, eps=EPS if eps is None else eps, delta=DELTA if delta is None else delta, beta=beta
         )
-        head.calibrate(queries, K if k is None else k, generator=generator, progress=progress)  # type: ignore[arg-type]
+        sample: Any = queries.to(own[0].device) if isinstance(queries, Tensor) else queries
+        head.calibrate(sample, K if k is None else k, generator=generator, progress=progress)
     module = AdaptiveHead(layer, head).train(layer.training)
     model.set_output_embeddings(module)
     model.save_pretrained = _Saving(model)

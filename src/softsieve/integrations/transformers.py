@@ -1,4 +1,6 @@
-"""AS-Softmax in the Hugging Face `Trainer`: the loss, its margin's schedule, AS-Speed and skipping of solved rows.
+"""Hugging Face: AS-Softmax in the `Trainer`, and, from `adaptive_head`, faster output layers of language models.
+
+In the Trainer there are the loss, its margin's schedule, AS-Speed and skipping of solved rows.
 
 The Trainer's loop makes a fixed number of optimizer steps an epoch. Here it is given fewer: a window of micro-batches
 as long as AS-Speed wants, taken from an epoch as long as the sampler plans. Learning rate, margin and the end of
@@ -22,10 +24,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback
 
 from softsieve.errors import InputError
+from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
+
+__all__ = [
+    "ASOptions",
+    "ASTrainer",
+    "ASTrainerMixin",
+    "AdaptiveHead",
+    "accelerate_head",
+    "collect_queries",
+    "restore_head",
+]
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
 STATE, SAMPLER = "softsieve.json", "softsieve.safetensors"  # beside trainer_state.json

@@ -187,8 +187,12 @@ def _code_row(row: Any, y: Any) -> Any:
 
 @jit_parallel
 def refine(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, near: Any) -> None:
-    """``out[r] += codes[rows[r], low:high] @ y[low:high]``, and the spreads of these rows in this tier."""
-    part, start, stop = y[low:high], SPREADS + low, SPREADS + high
+    """``out[r] += codes[rows[r], low:high] @ y[low:high]``, and the spreads of these rows in this tier.
+
+    ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
+    """
+    start, stop = SPREADS + low if low else 0, SPREADS + high
+    part = y[start:stop]
     if rows.size * (high - low) <= ALONE:
         for r in range(rows.size):
             if r + SOON < rows.size:
@@ -257,7 +261,7 @@ class Scratch(NamedTuple):
     values: Any  # (blocks * BLOCK,): their estimates
     near: Any  # (blocks * BLOCK,): their spreads
     exact: Any  # (blocks * BLOCK,): their logits
-    y: Any  # (longest,)
+    y: Any  # (SPREADS + longest,), whose first SPREADS are 0
     probed: Any  # (probes,): logits of the probes
     previewed: Any  # (probes,): estimates of the probes
     around: Any  # (probes,): spreads of the probes
@@ -588,7 +592,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     """
     n, d = index.weight.shape
     item, probes = index.weight.itemsize, index.probes
-    y, k = scratch.y, plan.k
+    y, k = scratch.y[SPREADS:], plan.k
 
     # Rows that are known say how wrong estimates are for this query.
     offset = np.float32(_exact_row(index.centre, extended))
@@ -606,7 +610,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         known, length, step = length, index.previews[level], index.steps[level]
         spread = index.spreads[level]
         project(index.projection, extended, known, length, y)
-        refine(index.records, 0, y, probes, known, length, scratch.previewed, scratch.around)
+        refine(index.records, 0, scratch.y, probes, known, length, scratch.previewed, scratch.around)
         for r in range(probes.size):
             scratch.around[r] = spread[probes[r]]
         read += (length - known) * extended.size * 2 + probes.size * (length - known + 1)
@@ -690,8 +694,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             if there == 0:
                 values[:] = np.float32(offset)
                 scratch.previewed[:] = np.float32(offset)
-            refine(index.records, tier, y, rows, there, longer, values, near)
-            refine(index.records, tier, y, probes, there, longer, scratch.previewed, scratch.around)
+            refine(index.records, tier, scratch.y, rows, there, longer, values, near)
+            refine(index.records, tier, scratch.y, probes, there, longer, scratch.previewed, scratch.around)
             read += cost + probes.size * (longer - there + 1)
             entries += (count + probes.size) * (longer - there)
             known = there = longer

@@ -141,6 +141,11 @@ def _products(
 ):  # fmt: skip
     _begin(EARLY)
     part, b = tl.program_id(0), tl.program_id(1)
+    # The last program needs these at once; who is the last, nobody knows.
+    number, byte = tl.arange(0, PROBES), tl.arange(0, LONGEST)
+    inside = (byte < WIDTH)[None, :]
+    codes = tl.load(probe_records + number[:, None] * stride + byte[None, :], mask=inside, other=0)
+    near = tl.load(probe_spreads + number).to(tl.float32)
     x += b.to(tl.int64) * x_stride
     turned = tl.cdiv(longest, ROWS)
     if part < turned:
@@ -152,13 +157,13 @@ def _products(
             value += beta * tl.load(places + size, mask=there, other=0.0).to(tl.float32)
         tl.store(y + b * longest + row, value, mask=there)
     elif part < turned + tl.cdiv(PROBES, ROWS):
-        number = (part - turned) * ROWS + tl.arange(0, ROWS)
-        there = number < many
-        row = tl.load(probes + number, mask=there, other=0)
+        probe = (part - turned) * ROWS + tl.arange(0, ROWS)
+        there = probe < many
+        row = tl.load(probes + probe, mask=there, other=0)
         value = _dot(weight + row * weight_stride, there, x, size, ROWS, SIZE) * scale
         if BIASED:
             value += tl.load(bias + row, mask=there, other=0.0)
-        tl.store(probed + b * PROBES + number, value, mask=there)
+        tl.store(probed + b * PROBES + probe, value, mask=there)
     else:
         lane = tl.arange(0, ROWS)
         value = _dot(centre + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
@@ -174,29 +179,26 @@ def _products(
         tl.debug_barrier()
         tl.store(arrivals + b, 0)
         y += b * longest
-        j = tl.arange(0, LONGEST)
-        own = tl.load(y + j, mask=j < WIDTH - _SPREADS, other=0.0)
+        own = tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
+        truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
         top = tl.max(tl.abs(own), 0)
         top = tl.where(top > 0.0, top / 127.0, 1.0)
         tl.store(tops + b, top)
         # As whole numbers in [-127, 127], and what these leave, 254 times as large.
-        j = tl.arange(0, LONGEST)
-        own = tl.load(y + j - _SPREADS, mask=(j >= _SPREADS) & (j < WIDTH), other=0.0) / top
-        high = tl.floor(own + 0.5)
-        low = tl.floor((own - high) * 254.0 + 0.5)
-        tl.store(digits + b * 2 * WIDTH + j, high.to(tl.int8), mask=j < WIDTH)
-        tl.store(digits + (b * 2 + 1) * WIDTH + j, low.to(tl.int8), mask=j < WIDTH)
+        turn = own / top
+        high = tl.floor(turn + 0.5)
+        low = tl.floor((turn - high) * 254.0 + 0.5)
+        tl.store(digits + b * 2 * WIDTH + byte, high.to(tl.int8), mask=byte < WIDTH)
+        tl.store(digits + (b * 2 + 1) * WIDTH + byte, low.to(tl.int8), mask=byte < WIDTH)
         # How large errors are for this query, from rows whose logits are known.
-        number = tl.arange(0, PROBES)
-        truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
-        sums = tl.zeros((PROBES, 64), tl.float32)
-        for start in range(0, WIDTH, 64):
-            sums += _codes(probe_records, y, number, start, stride, WIDTH)
-        tl.store(scales + b, _scale(truth - tl.sum(sums, 1), probe_spreads, number, step, many))
+        truth -= tl.sum(own[None, :] * codes.to(tl.float32), 1)
+        tl.store(scales + b, _scale(truth, near, number, step, many))
         if TIER:
+            sums = tl.zeros((PROBES, 64), tl.float32)
             for start in range(WIDTH, longest + _SPREADS, 64):
                 sums += _codes(probe_records, y, number, start, stride, longest + _SPREADS)
-            unit = _scale(truth - tl.sum(sums, 1), tier_spreads, number, tier_step, many) * tier_step
+            near = tl.load(tier_spreads + number).to(tl.float32)
+            unit = _scale(truth - tl.sum(sums, 1), near, number, tier_step, many) * tier_step
             tl.store(units + b, unit)
 
 
@@ -210,9 +212,9 @@ def _codes(records, y, row, start, stride, width):
 
 
 @triton.jit
-def _scale(error, spreads, number, step, many):
+def _scale(error, near, number, step, many):
     """Root of the mean square of errors in predicted deviations."""
-    error = tl.where(number < many, error / (step * tl.load(spreads + number).to(tl.float32)), 0.0)
+    error = tl.where(number < many, error / (step * near), 0.0)
     return tl.sqrt(tl.sum(error * error, 0) / many)
 
 
@@ -536,13 +538,14 @@ def _sum_up(values, largest, whole, numbers, n, size, item, blocks, K: tl.conste
     lane = tl.arange(0, _BLOCK)
     highest = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
-    for block in range(blocks):
-        row = block * _BLOCK + lane
-        some = tl.load(values + row, mask=row < n, other=-float("inf"))
-        best = tl.max(some, 0)
-        tl.store(largest + block, best)
-        higher = tl.maximum(highest, best)
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(some - higher), 0)
+    for first in range(0, blocks, 16):
+        block = first + tl.arange(0, 16)
+        place = block[:, None] * _BLOCK + lane[None, :]
+        some = tl.load(values + place, mask=place < n, other=-float("inf"))
+        best = tl.max(some, 1)
+        tl.store(largest + block, best, mask=block < blocks)
+        higher = tl.maximum(highest, tl.max(best, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.sum(tl.exp(some - higher), 1), 0)
         highest = higher
     # A NaN among the logits is one in their sum, and so in everything.
     log_z = tl.log(total) + highest
@@ -552,17 +555,17 @@ def _sum_up(values, largest, whole, numbers, n, size, item, blocks, K: tl.conste
     taken = tl.full((BLOCKS,), -1, tl.int32)  # of tied rows of a block, the last one that was taken
     for place in range(K):
         best = tl.max(tops, 0)
-        block = tl.min(tl.where(tops == best, every, BLOCKS - 1), 0)
-        row = block * _BLOCK + lane
-        some = tl.load(values + row, mask=row < n, other=-float("inf"))
-        last = tl.max(tl.where(every == block, taken, -1), 0)
-        chosen = tl.min(tl.where((some == best) & (row > last), row, n - 1), 0)
+        which = tl.min(tl.where(tops == best, every, BLOCKS - 1), 0)
+        row = which * _BLOCK + lane
+        own = tl.load(values + row, mask=row < n, other=-float("inf"))
+        last = tl.max(tl.where(every == which, taken, -1), 0)
+        chosen = tl.min(tl.where((own == best) & (row > last), row, n - 1), 0)
         tl.store(whole + place, chosen.to(tl.int64))
         tl.store(numbers + place, tl.exp(best - log_z))
         tl.store(numbers + K + place, best)
-        following = tl.max(tl.where((some < best) | ((some == best) & (row > chosen)), some, -float("inf")), 0)
-        taken = tl.where(every == block, tl.where(following == best, chosen, -1), taken)
-        tops = tl.where(every == block, following, tops)
+        following = tl.max(tl.where((own < best) | ((own == best) & (row > chosen)), own, -float("inf")), 0)
+        taken = tl.where(every == which, tl.where(following == best, chosen, -1), taken)
+        tops = tl.where(every == which, following, tops)
     for place in range(3):
         tl.store(numbers + 2 * K + place, log_z)
     tl.store(numbers + 2 * K + 3, 0.0)
@@ -677,8 +680,8 @@ def ask(
     _preview[(blocks, triton.cdiv(batch, together))](
         index.records, spreads, m.digits, m.tops, m.offset, m.scales, m.estimates, m.largest, m.masses, m.groups,
         n, blocks, stride, batch, plan.step, plan.correction,
-        WIDTH=width, SOME=min(128, triton.next_power_of_2(width)), LANES=LANES, QUERIES=together, GROUPED=grouped,
-        num_warps=WARPS, **how,
+        WIDTH=width, SOME=min(128, max(32, triton.next_power_of_2(width))), LANES=LANES, QUERIES=together,
+        GROUPED=grouped, num_warps=WARPS, **how,
     )  # fmt: skip
     _select[(parts, batch)](
         m.estimates, spreads, m.largest, m.masses, m.groups, m.scales, m.counts, m.rows, m.rests, m.shifts, out,
@@ -709,9 +712,9 @@ def ask(
         plan.doubt, plan.tolerance, plan.low, plan.high, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, num_warps=WARPS, **how,
     )  # fmt: skip
-    _everything[(min(1056, triton.cdiv(n, rows)),)](
+    _everything[(min(264, triton.cdiv(n, 4 * rows)),)](
         x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, whole, numbers, out,
         n, size, item, blocks, batch, scale, x.stride(0), index.weight.stride(0),
-        K=k, BIASED=biased, DENSE=filled, BLOCKS=block_width, ROWS=rows, SIZE=wide, num_warps=2 * WARPS, **how,
+        K=k, BIASED=biased, DENSE=filled, BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, num_warps=2 * WARPS, **how,
     )  # fmt: skip
     return Found(whole, numbers)

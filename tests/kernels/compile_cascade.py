@@ -1,0 +1,60 @@
+"""Compiles the kernels of the cascade for a GPU that need not be there; a script, because tests interpret them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from softsieve.kernels import cascade_triton as kernels
+
+POINTERS = {
+    "*bf16": ("x", "weight", "projection"),
+    "*i64": ("probes", "whole", "totals"),
+    "*i32": ("counts", "arrivals", "rows"),
+    "*i8": ("records", "probe_records", "digits"),
+    "*u8": ("spreads", "probe_spreads", "tier_spreads"),
+}
+FLOATS = {"scale", "beta", "step", "tier_step", "correction", "width", "floor", "low", "high", "doubt", "tolerance"}
+FLOATS |= {"interval", "least", "most"}
+WHOLE = {"size", "extended", "longest", "length", "many", "stride", "x_stride", "weight_stride", "n", "blocks", "parts"}
+WHOLE |= {"batch", "tier", "item", "read", "entries", "code_bytes"}
+
+
+def kind(name: str) -> str:
+    for found, names in POINTERS.items():
+        if name in names:
+            return found
+    return "fp32" if name in FLOATS else "i32" if name in WHOLE else "*fp32"
+
+
+def compiled(kernel: Any, **constants: Any) -> None:
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: "constexpr" if name in constants else kind(name) for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    print(kernel.__name__, constants)  # noqa: T201
+
+
+def main() -> None:
+    for tier in (False, True):
+        few = {"K": 8, "TIER": tier, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
+        rows = {"BIASED": tier, "ROWS": 1, "SIZE": 4096}
+        compiled(kernels._products, **rows, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True)
+        compiled(kernels._exact, **few, **rows, DENSE=tier)
+        compiled(kernels._answer, **few)
+        compiled(kernels._everything, **rows, K=8, DENSE=tier, BLOCKS=256, EARLY=True)
+        choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier}
+        compiled(kernels._select, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
+        compiled(
+            kernels._preview, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16, QUERIES=8 if tier else 1,
+            GROUPED=tier, EARLY=True,
+        )  # fmt: skip
+    compiled(kernels._refine, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
+
+
+if __name__ == "__main__":
+    main()
