@@ -28,8 +28,9 @@ test: $(READY)
 # On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
 RESULTS := benchmarks/results
 test-gpu:
-	$(PYTHON) -m pytest -q tests/kernels/test_cross_entropy_triton.py tests/losses/test_linear.py \
-		tests/losses/test_cuda.py --junit-xml=$(RESULTS)/test-gpu.xml
+	$(PYTHON) -m pytest -q tests/kernels/test_cascade_triton.py tests/heads/test_cascade_on_gpu.py \
+		tests/kernels/test_cross_entropy_triton.py tests/losses/test_linear.py tests/losses/test_cuda.py \
+		--junit-xml=$(RESULTS)/test-gpu.xml
 	$(PYTHON) -m softsieve.bench.record $(RESULTS)/test-gpu.xml
 
 lint: $(READY)

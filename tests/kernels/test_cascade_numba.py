@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,15 @@ def spread_out(*shape: int, seed: int = 0) -> Array:
 
 
 # -- numbers and products ----------------------------------------------------------------------------------------------
+
+
+def test_threads_are_there_before_anything_is_called() -> None:
+    """What comes from numba's cache may not start them, and crashes."""
+    code = (
+        "from numba.np.ufunc import parallel; import softsieve.kernels.cascade_numba, sys; "
+        "sys.exit(not parallel._is_initialized)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_exp() -> None:
@@ -206,6 +217,7 @@ def test_select(rows: int, level: float) -> None:
     count = kernels._select(given.estimates, given.spread, 0.01, level, *given[2:])
     wanted = np.flatnonzero(given.estimates[:rows] + np.float32(0.01) * given.spread >= np.float32(level))
     assert (wanted.size == rows, wanted.size == 0) == (level == -1e9, level == 1e9) or rows == 1
+    assert kernels._count(given.estimates, given.spread, 0.01, level, given.reach) == wanted.size
     assert count == wanted.size
     np.testing.assert_array_equal(given.rows[:count], wanted)
     np.testing.assert_array_equal(given.values[:count], given.estimates[wanted])
