@@ -504,9 +504,9 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
     """As long as queries one by one cost no more than all of them at once, which costs 10."""
     sizes = []
 
-    def seconds(call: Callable[[Tensor], float], x: Tensor) -> float:
-        sizes.append(len(x))
-        return call(x)
+    def seconds(call: Callable[[Tensor], float], queries: list[Tensor]) -> float:
+        sizes.extend(map(len, queries))
+        return call(queries[0])
 
     monkeypatch.setattr(cascade_calibration, "_seconds", seconds)
     for count in (3, 200):
@@ -517,8 +517,9 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
 
 def test_seconds() -> None:
     calls: list[Tensor] = []
-    assert cascade_calibration._seconds(calls.append, torch.zeros(1)) >= 0
-    assert len(calls) == 5
+    queries = list(torch.rand(5, 2, 3))
+    assert cascade_calibration._seconds(calls.append, queries) >= 0
+    assert all(one is other for one, other in zip(calls, queries, strict=True))
 
 
 # -- coverage ----------------------------------------------------------------------------------------------------------

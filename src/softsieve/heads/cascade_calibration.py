@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_REPEATS = 5
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _CLOSE = 8  # rows besides the top k that may be among them but for rounding
 
@@ -303,20 +304,25 @@ def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], ob
     """Up to how many queries at a time ``ask`` is faster than ``exact``; 0 if never."""
     best = 0
     for batch in BATCHES:
-        queries = x[:batch] if len(x) >= batch else x.repeat(math.ceil(batch / len(x)), 1)[:batch]
+        places = torch.arange(_REPEATS * batch, device=x.device) % len(x)
+        queries = [x[some] for some in torch.split(places, batch)]  # other ones each time: some take longer
         if _seconds(ask, queries) > _seconds(exact, queries):
             break
         best = batch
     return best
 
 
-def _seconds(call: Callable[[Tensor], object], x: Tensor) -> float:
-    """The median of some calls."""
+def _seconds(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:
+    """The median of the calls; what a device does first is not counted."""
     taken = []
-    for _ in range(5):
+    first = queries[0]
+    for x in [first, first, *queries] if first.is_cuda else queries:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         start = time.perf_counter()
         call(x)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         taken.append(time.perf_counter() - start)
+    taken = taken[-len(queries) :]
     return sorted(taken)[len(taken) // 2]
