@@ -502,7 +502,7 @@ def test_auto_calibrates() -> None:
 @pytest.mark.parametrize(("cost", "expected"), [(1.0, 8), (0.01, 64), (100.0, 0), (10.0, 1)])
 def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as queries one by one cost no more than all of them at once, which costs 10."""
-    sizes = []
+    sizes: list[int] = []
 
     def seconds(call: Callable[[Tensor], float], queries: list[Tensor]) -> float:
         sizes.extend(map(len, queries))

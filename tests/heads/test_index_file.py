@@ -66,7 +66,7 @@ def test_foreign_safetensors(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3, 2)}, tmp_path / "head", {"format": "softsieve.head", "version": "99"})
-    with pytest.raises(InputError, match="expected format version 1, found 99"):
+    with pytest.raises(InputError, match="expected format version 2, found 99"):
         AdaptiveSoftmax.load(tmp_path / "head")
 
 
@@ -124,7 +124,7 @@ def test_broken_content(tmp_path: Path, tensors: Any, settings: Any, says: str) 
 
 @pytest.mark.parametrize("settings", ["[]", "{", "null", '{"eps": NaN}', "[" * 100_000])
 def test_broken_settings(tmp_path: Path, settings: str) -> None:
-    metadata = {"format": "softsieve.head", "version": "1", "settings": settings}
+    metadata = {"format": "softsieve.head", "version": "2", "settings": settings}
     save_file({"weight": torch.ones(3, 2)}, tmp_path / "head", metadata)
     with pytest.raises(InputError):
         AdaptiveSoftmax.load(tmp_path / "head")

@@ -274,7 +274,7 @@ def _cheapest(
                 mean = float(torch.where(survivors > limit, longer + again, cost).mean())
                 if mean < least:
                     least = mean
-                    best = start._replace(first=first, second=second, limit=limit, width=max(width, other))
+                    best = start._replace(first=first, second=second, limit=float(limit), width=max(width, other))
     return best
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from softsieve.errors import InputError, first_line
 
 FORMAT = "softsieve.head"
-VERSION = 1
+VERSION = 2  # 2: calibrations of both kinds of devices
 
 
 def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
