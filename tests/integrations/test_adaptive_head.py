@@ -119,6 +119,10 @@ def test_prompts_and_training_are_exact(pair: tuple[Any, Any]) -> None:
     exact, model = pair
     with torch.no_grad():
         assert torch.equal(model(PROMPT).logits, exact(PROMPT).logits)
+        for options in ({}, {"input_ids": PROMPT, "logits_to_keep": 1}, {"input_ids": PROMPT, "use_cache": False}):
+            given = () if options else (PROMPT,)
+            found = model(*given, **options).logits[:, -1]
+            assert torch.equal(found, exact(*given, **options).logits[:, -1])
     before = model.get_output_embeddings().answered
     for training in (True, False):
         gradients = []
@@ -172,7 +176,8 @@ def test_generate_writes_what_it_did(pair: tuple[Any, Any], options: dict[str, A
     assert torch.equal(exact, found)
     assert len(set(found[0, 4:].tolist())) > 10
     if "prompt_lookup_num_tokens" not in options:  # which looks at several tokens at a time
-        assert module.answered - before == 20 * len(found)
+        # The first of 20 comes with the prompt; without a cache, every one does.
+        assert module.answered - before == (19 * len(found) if options.get("use_cache", True) else 0)
 
 
 @pytest.mark.parametrize("options", OTHER, ids=str)
@@ -181,7 +186,7 @@ def test_generate_works_as_before(pair: tuple[Any, Any], options: dict[str, Any]
     before = module.answered
     exact, found = (written(model, PROMPT, **options) for model in pair)
     assert exact.shape == found.shape
-    assert module.answered - before >= 20
+    assert module.answered - before >= 19
     assert likelihood(pair[0], found) > likelihood(pair[0], exact) - 1
 
 
@@ -249,7 +254,7 @@ def test_a_bias_and_divided_logits() -> None:
         exact = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
         layer = exact.get_output_embeddings()
         with torch.no_grad():
-            layer.weight.normal_().mul_(4 / torch.arange(1, 33) ** 0.5)
+            layer.weight.normal_().mul_(2 / torch.arange(1, 33) ** 0.5)
             if layer.bias is not None:
                 layer.bias.normal_()
         ids = torch.randint(WORDS, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -384,12 +389,12 @@ def test_an_index_of_a_head_with_a_bias(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.PhiForCausalLM(transformers.PhiConfig(**SIZE, eos_token_id=None, pad_token_id=0)).eval()
     with torch.no_grad():
-        model.lm_head.weight.normal_().mul_(4 / torch.arange(1, 33) ** 0.5)
+        model.lm_head.weight.normal_().mul_(2 / torch.arange(1, 33) ** 0.5)
         model.lm_head.bias.normal_()
     accelerated(model, k=1)
     model.save_pretrained(str(tmp_path))
     again = loaded(tmp_path)
-    accelerate_head(again)
+    assert accelerate_head(again).head.estimates()
     torch.testing.assert_close(steps(again, PROMPT), steps(model, PROMPT), rtol=1e-3, atol=1e-3)
     with torch.no_grad():
         other = loaded(tmp_path)
@@ -401,6 +406,8 @@ def test_an_index_of_a_head_with_a_bias(tmp_path: Path) -> None:
 def untouched(model: Any, own: nn.Module) -> None:
     assert model.get_output_embeddings() is own
     assert "save_pretrained" not in model.__dict__
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
 
 
 def test_no_index(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,6 +623,7 @@ def test_bytes_are_counted(pair: tuple[Any, Any]) -> None:
     before, (answered, exactly) = module.bytes_read, (module.answered, module.exactly)
     with torch.no_grad():
         hidden = inputs_of(module, model, PROMPT)[:, :1]
+        module.prompted = False  # the model never came to its output layer
         module(hidden)
         queries = hidden.reshape(1, -1)
         read = int(module.head.topk(queries, 3).bytes_read)
@@ -688,7 +696,7 @@ UNREADABLE: dict[str, Any] = {
     "torch.float8_e4m3fn": lambda: nn.Parameter(torch.zeros(WORDS, 32).to(torch.float8_e4m3fn), requires_grad=False),
     "Int8Params": lambda: fake(Int8Params, torch.zeros(WORDS, 32)),
     "AffineQuantizedTensor": lambda: nn.Parameter(fake(AffineQuantizedTensor, torch.zeros(WORDS, 32))),
-    "DTensor": lambda: fake(DTensor, torch.zeros(WORDS, 32)),
+    r"sharded over devices \(DTensor\)": lambda: fake(DTensor, torch.zeros(WORDS, 32)),
     "quant_state": quantised,
     "device meta": lambda: nn.Parameter(torch.zeros(WORDS, 32, device="meta")),
     r"shape \(96000,\), as sharded": lambda: nn.Parameter(torch.zeros(WORDS * 32)),

@@ -22,7 +22,8 @@ def test_generates_what_it_did(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=128, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0,
+        intermediate_size=128, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=None,
+        pad_token_id=0,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval().to("cuda", dtype)
     layer = model.get_output_embeddings()

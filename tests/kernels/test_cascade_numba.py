@@ -205,7 +205,7 @@ def seen(rows: int, margin: float) -> Seen:
     reach = np.full(blocks, np.float32(-np.inf))
     np.maximum.at(reach, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
     room = np.full((2, blocks * BLOCK), np.float32(-1))
-    counts, marks = np.zeros(blocks, np.int64), np.zeros(blocks * BLOCK, np.uint8)
+    counts, marks = np.zeros(blocks, np.int64), np.ones(blocks * BLOCK, np.uint8)
     return Seen(estimates, spread, reach, counts, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
 
 

@@ -728,7 +728,7 @@ class AdaptiveSoftmax:
                 head._restore_cascade(int(k), found)
             else:
                 head._restore(int(k), tensors.pop(f"calibrations.{k}"), found)
-        for k, found in settings.pop("elsewhere").items():
+        for k, found in settings.pop("elsewhere", {}).items():
             head._restore_cascade(int(k), found)
         if settings or tensors:
             raise ValueError(f"unexpected content {sorted({*settings, *tensors})}")

@@ -48,6 +48,7 @@ class AdaptiveHead(nn.Linear):
         head: what answers.
         answered, exactly: new tokens so far, and those of them that were answered with the exact product.
         bytes_read: of index and weight for them; an exact product reads all of the weight, once for a batch.
+        prompted: whether the model has begun to read several tokens of each sequence, of which it may ask for the last.
     """
 
     def __init__(self, layer: Any, head: AdaptiveSoftmax) -> None:
@@ -57,6 +58,7 @@ class AdaptiveHead(nn.Linear):
         self.out_features, self.in_features = self.weight.shape
         self.head = head
         self.answered = 0
+        self.prompted = False
         self._exactly: int | Tensor = 0  # tensors on a GPU, which nobody waits for until they are asked for
         self._bytes_read: int | Tensor = 0
         self._layer: tuple[nn.Module] = (layer,)  # in a tuple, it is no part of the model
@@ -76,7 +78,8 @@ class AdaptiveHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         new = hidden.ndim > 1 and hidden.shape[-2] == 1  # one token of each sequence
-        if self.training or torch.is_grad_enabled() or not new:
+        prompted, self.prompted = self.prompted, False
+        if self.training or torch.is_grad_enabled() or not new or prompted:
             return F.linear(hidden, self.weight, self.bias)
         self._check()
         # Right after the rest of the model nothing here is in a cache: every operation that can be left out counts.
@@ -274,7 +277,17 @@ def accelerate_head(
     module = AdaptiveHead(layer, head).train(layer.training)
     model.set_output_embeddings(module)
     model.save_pretrained = _Saving(model)
+    model.register_forward_pre_hook(_look_at_input, with_kwargs=True)
     return module
+
+
+def _look_at_input(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Tell the output layer whether this is a prompt: several tokens of each sequence, with none before."""
+    layer, given = model.get_output_embeddings(), [*args[:1], options.get("input_ids"), options.get("inputs_embeds")]
+    if isinstance(layer, AdaptiveHead):
+        several = any(isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] > 1 for value in given)
+        cache = options.get("past_key_values")
+        layer.prompted = several and (cache is None or not getattr(cache, "get_seq_length", int)())
 
 
 def restore_head(model: Any) -> None:
@@ -287,6 +300,9 @@ def restore_head(model: Any) -> None:
     if not isinstance(layer, AdaptiveHead):
         raise InputError("model: expected an adaptive head, found the model's own output layer")
     model.set_output_embeddings(layer.replaced)
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if hook is _look_at_input:
+            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
     saving = model.__dict__.get("save_pretrained")
     if isinstance(saving, _Saving):
         del model.save_pretrained
