@@ -1,1 +1,1 @@
-"""AS-Softmax inside other people's training loops: Hugging Face Trainer and Lightning, each a module of its own."""
+"""softsieve inside other libraries, each a module of its own: Hugging Face, Lightning, torch.distributed; and their files."""
