@@ -1,1 +1,1 @@
-"""softsieve inside other libraries, each a module of its own: Hugging Face, Lightning, torch.distributed; and their files."""
+"""softsieve inside other libraries, each a module of its own: Hugging Face, Lightning, torch.distributed."""
