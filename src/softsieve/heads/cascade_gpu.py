@@ -73,7 +73,10 @@ class GpuCascade:
             self._spreads(probed),
         )
         self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
-        self._zeros: list[Tensor] = list(torch.zeros(64, 2 * BATCH, dtype=torch.int32, device=weight.device))
+        self._counters = torch.zeros(
+            64, 2 * BATCH, dtype=torch.int32, device=weight.device
+        )  # graphs have only addresses
+        self._zeros: list[Tensor] = list(self._counters)
         self._graphs: dict[tuple[Any, ...], Graphed] = {}
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None
