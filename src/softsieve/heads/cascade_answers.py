@@ -48,7 +48,7 @@ def solve(
     read = numbers[:, 3:5].astype(np.int64)
     fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], state != 0]
     if fields[-1].any():
-        _look_at(state, numbers[:, 5], calibration)
+        _look_at(state, numbers[:, 5], calibration, 6)
         rest = fields[-1].nonzero()[0]
         exact = exactly(x[torch.from_numpy(rest)], calibration.k)
         for value, right in zip(fields[:6], exact[:6], strict=True):
@@ -76,12 +76,12 @@ def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Es
     found = cascade.fill(x, plan_of(calibration), logits.numpy())
     rest = [i for i, one in enumerate(found) if one.state]
     if rest:
-        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration)
+        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration, 5)
     return Estimated(logits, rest, sum(one.bytes_read for one in found))
 
 
-def _look_at(state: Any, scale: Any, calibration: CascadeCalibration) -> None:
-    """Refuse a changed weight, warn of drift."""
+def _look_at(state: Any, scale: Any, calibration: CascadeCalibration, stacklevel: int) -> None:
+    """Refuse a changed weight, warn of drift whoever called the head, so many levels above."""
     if (state == CHANGED).any():
         raise WeightChanged("weight: not the one that the index was built of: build it again")
     scales = scale[state == DRIFTED]
@@ -91,5 +91,5 @@ def _look_at(state: Any, scale: Any, calibration: CascadeCalibration) -> None:
             f"errors of a preview are {float(scales[0]):.3g} of what was predicted, and were from "
             f"{calibration.low:.3g} to {calibration.high:.3g}",
             DriftWarning,
-            stacklevel=5,  # who called `topk`
+            stacklevel=stacklevel,
         )
