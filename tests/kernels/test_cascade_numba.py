@@ -491,7 +491,7 @@ def compare(head: Made, x: Tensor, plan: Plan) -> str | None:
         assert len(set(top)) == plan.k
         np.testing.assert_allclose(dense, right.dense, rtol=1e-4, atol=2e-4)
         assert found.log_z == pytest.approx(right.log_z, rel=1e-5, abs=1e-4)
-        assert found.half == pytest.approx(right.half, rel=1e-2, abs=1e-5)
+        assert found.half == pytest.approx(right.half, rel=1e-2, abs=1e-5 + 5e-6 * plan.doubt)  # sums in float32
     return right.state
 
 
