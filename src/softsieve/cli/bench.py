@@ -116,6 +116,8 @@ def head(
         return
     if device != "cpu":
         raise typer.BadParameter(f"expected cpu or cuda, found {device!r}", param_hint="--device")
+    if head_file:
+        raise typer.BadParameter("expected --device cuda with it; on a CPU: softsieve head bench", param_hint="--head")
     shapes = [_shape(text) for text in shape or ["50257x768"]]
     console = Console()
     results = []

@@ -233,7 +233,7 @@ def accelerate_head(
     loaded from such a folder needs no queries any more: ``accelerate_head(model)``.
 
     Args:
-        model: a Hugging Face causal language model on a CPU.
+        model: a Hugging Face causal language model, on a CPU or a GPU.
         queries: hidden states that its output layer gets, (N, d); `collect_queries` makes them from a text. None: the
             index is read.
         eps: relative error of the largest probabilities; 0.3 unless given.

@@ -639,7 +639,6 @@ def ask(
     totals: Tensor,
     arrivals: Tensor,
     dense: Tensor | None = None,
-    early: bool | None = None,
 ) -> Found:
     """Answer queries (batch, d), of any floating-point dtype up to float32: logits are ``scale * weight @ x + bias``.
 
@@ -649,7 +648,6 @@ def ask(
         arrivals: (ARRIVALS,) int32 zeros, which they are again in the end. For one call at a time.
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
             masses. (batch, n)
-        early: whether launches begin before the one before is done, and wait for it themselves; where they can.
     """
     (n, size), batch, k = index.weight.shape, len(x), plan.k
     item, biased = index.weight.element_size(), index.bias is not None
@@ -664,7 +662,8 @@ def ask(
     blocks, parts, grouped = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE), k > 1
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0) if early is None else early
+    # From Hopper on, launches begin before the one before is done, and wait for it themselves.
+    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     how = {"EARLY": early, "launch_pdl": early} if x.is_cuda else {"EARLY": False}
 
     _products[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 1, batch)](
