@@ -22,13 +22,6 @@ def test_help_lists_the_commands() -> None:
     assert "demo" in result.output
 
 
-def test_demo_trains_and_prints_its_tables() -> None:
-    result = run(app, ["demo", "--seeds", "1", "--epochs", "2"])
-    assert result.exit_code == 0, result.output
-    for word in ("solved", "softmax", "AS-Softmax", "accuracy"):
-        assert word in result.output
-
-
 def test_bench_losses_writes_results_with_their_provenance(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "losses.json"
     result = run(app, [*SMALL, "--solved", "0.5", "--dtype", "bf16", "--out", str(out)])

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import torch
 
 from softsieve import __version__
+from softsieve._files import replace_file
 
 
 def _git(*arguments: str) -> str | None:
@@ -59,7 +60,9 @@ def provenance() -> dict[str, Any]:
         >>> sorted(provenance())
         ['commit', 'date', 'gpu', 'machine', 'modified', 'versions']
     """
-    commit = _git("rev-parse", "--verify", "HEAD")
+    # Installed into an environment that lies in somebody's checkout, this is in the checkout and no part of it.
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    commit = _git("rev-parse", "--verify", "HEAD") if tracked else None
     status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -79,12 +82,7 @@ def provenance() -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a file, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_file(path, lambda part: part.write_text(text))
 
 
 def write_record(path: Path, suite: str, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:

@@ -91,12 +91,21 @@ def _train(options: Options, console: Console) -> None:
     _say_data(console, data, len(task.labels))
     _say_settings(console, options, settings, splits.validation is not None)
     show = options.show_progress and not options.quiet and console.is_terminal
-    run = train_task(task, splits, settings, output=options.output_dir, resume=resume, show=show, console=console)
+    run = train_task(
+        task,
+        splits,
+        settings,
+        output=options.output_dir,
+        resume=resume,
+        show=show,
+        console=console,
+        about={"data": data.name, "model": options.model_name_or_path or "built-in"},
+    )
 
     if run.result.best or run.test:
         console.print(metrics_table({"validation": run.result.best, "test": run.test}))
     _say_cost(console, run, len(splits.train))
-    console.print(f"model: {options.output_dir / MODEL}")
+    console.print(f"model: {options.output_dir / MODEL}; a page about the run: softsieve report {options.output_dir}")
     part, decided = splits.test, run.test_decided
     if part is None and splits.validation is not None:
         device = next(run.model.parameters()).device

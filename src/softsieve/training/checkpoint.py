@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from softsieve.errors import InputError
+from softsieve import _digests
+from softsieve._files import remove_folder, replacing_folder, sweep
+from softsieve.errors import InputError, first_line
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
+_DIGEST = "digest"  # of the rest of a state
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -26,40 +27,30 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         InputError: when it cannot be written, a full disk for instance.
     """
-    part = folder.with_name(f".{folder.name}.{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed and had the same number
-        part.mkdir(parents=True)
-        fill(part)
-        for file in part.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        if folder.exists():  # a folder that holds something cannot be replaced in one go: move it aside first
-            shutil.rmtree(old, ignore_errors=True)
-            folder.replace(old)
-        part.replace(folder)
+        with replacing_folder(folder) as part:
+            fill(part)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder}: cannot be written: {error}") from error
-    finally:
-        if old.exists() and not folder.exists():
-            old.replace(folder)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tensors by name in one safetensors file; those that share memory are written once each."""
-    save_file({name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}, path)
+    held = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    save_file(held, path, _digests.noted(held))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
+    """The tensors of a safetensors file; refused when it has digests of them that differ."""
     try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors: {error}") from error
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            _digests.check(path, file.metadata(), tensors)
+            return tensors
+    except InputError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors: {first_line(error)}") from error
 
 
 def save_checkpoint(
@@ -71,16 +62,18 @@ def save_checkpoint(
     """
 
     def fill(part: Path) -> None:
-        (part / "state.json").write_text(json.dumps({"format": FORMAT, **state}))
+        text = json.dumps({"format": FORMAT, **state})
+        (part / "state.json").write_text(json.dumps({**json.loads(text), _DIGEST: _digest(json.loads(text))}))
         for name, tensors in files.items():
             save_tensors(part / f"{name}.safetensors", tensors)
 
     folder = output / f"checkpoint-{step}"
+    sweep(output, _NAME.pattern)
     write_folder(folder, fill)
     found = checkpoints(output)
     after = found.index(folder) + 1
     for old in found[: max(0, after - keep)] + found[after:]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     return folder
 
 
@@ -91,9 +84,16 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, T
         state = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
+    digest = state.pop(_DIGEST, None) if isinstance(state, dict) else None
+    if digest is not None and digest != _digest(state):
+        raise InputError(f"{path}: damaged: it is not what was written")
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise InputError(f"{path}: expected a checkpoint of format {FORMAT}")
     return state, {file.stem: load_tensors(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def _digest(state: dict[str, Any]) -> int:
+    return _digests.digest(json.dumps(state, sort_keys=True))
 
 
 def checkpoints(output: Path) -> list[Path]:

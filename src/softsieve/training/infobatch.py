@@ -48,9 +48,12 @@ class InfoBatchSampler:
 
     def update(self, indices: Tensor, loss: Tensor) -> None:
         """Note the ``loss`` of the rows ``indices``."""
+        index = _checks.row_numbers("indices", indices, self.num_samples)
+        _checks.tensor("loss", loss)
+        _checks.in_memory("loss", loss)
         if indices.shape != loss.shape:
             raise ValueError(f"loss: expected shape {tuple(indices.shape)}, found {tuple(loss.shape)}")
-        self.loss[indices.cpu()] = loss.detach().float().cpu()
+        self.loss[index] = loss.detach().float().cpu()
 
     def next_epoch(self) -> Tensor:
         """Begin an epoch: the rows to visit, in order; ``weights`` then holds what each counts."""
@@ -78,7 +81,12 @@ class InfoBatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
+        _checks.state(state, ("epoch", "loss", "weights", "plan"))
         if len(state["loss"]) != self.num_samples:
             raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['loss'])}")
-        self.epoch = int(state["epoch"])
+        _checks.whole_number("epoch", state["epoch"], -1, 2**31)
+        _checks.saved("loss", state["loss"].abs(), self.loss, high=float("inf"))
+        _checks.saved("weights", state["weights"], self.weights, high=1e30)
+        _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)
+        self.epoch = state["epoch"]
         self.loss, self.weights, self.plan = (state[name].clone() for name in ("loss", "weights", "plan"))

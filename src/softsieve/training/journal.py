@@ -69,13 +69,15 @@ class Journal:
         self.lines.append(line)
         if self.file is None:
             return
+        place = self.file.name
         try:
             self.file.write(json.dumps(line) + "\n")
             if self.board is not None:
+                place = self.board.log_dir
                 for name, value in figures.items():
                     self.board.add_scalar(f"{kind}/{name}", value, step)
         except OSError as error:
-            raise InputError(f"{self.file.name}: cannot be written: {error}") from error
+            raise InputError(f"{place}: cannot be written: {error}") from error
 
     def advance(self, progress: float, samples: int, **shown: str) -> None:
         """Move the bar to ``progress`` in [0, 1], with ``samples`` more done and whatever there is to show."""
@@ -97,11 +99,16 @@ class Journal:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a log, without a last one cut short by a crash."""
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(found, dict) or not all(
+            isinstance(value, str if name == "kind" else (int, float)) for name, value in found.items()
+        ):
+            break
+        lines.append(found)
     return lines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -340,24 +340,35 @@ class Trainer:
     def _look_over(self, look: Callable[..., tuple[Tensor, ...]], index: Tensor) -> Look:
         """Look at the rows ``index`` in eval mode, in equal batches, each split among the processes."""
         size = self.settings.eval_batch_size * self.ranks
-        self.model.eval()
         parts = []
-        for rows in torch.split(index, size):
-            fill = size if self.graphs else len(rows) + -len(rows) % self.ranks
-            filled = torch.cat([rows, rows[:1].expand(fill - len(rows))])
-            share = filled.chunk(self.ranks)[self.rank]
-            found = look(index=share.to(self.device) if self.graphs else share)
-            parts.append([self.gather(value, len(rows)).clone() for value in self._pad(found)])
-        self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # which a backward pass would have done, and all that handles weights relies on
+        with self._in_eval_mode():
+            for rows in torch.split(index, size):
+                fill = size if self.graphs else len(rows) + -len(rows) % self.ranks
+                filled = torch.cat([rows, rows[:1].expand(fill - len(rows))])
+                share = filled.chunk(self.ranks)[self.rank]
+                found = look(index=share.to(self.device) if self.graphs else share)
+                parts.append([self.gather(value, len(rows)).clone() for value in self._pad(found)])
         width = max(part[0].shape[-1] for part in parts) if parts[0][0].ndim > 1 else 0
         return Look(
             torch.cat([_widen(part[0], width) for part in parts]),
             torch.cat([part[1] for part in parts]),
             torch.cat([part[2] for part in parts]),
         )
+
+    @contextlib.contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        self.model.eval()
+        yield
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # which a backward pass would have done, and all that handles weights relies on
+
+    def logits(self, rows: Rows, index: Tensor) -> Tensor:
+        """Those of a few rows, on the CPU; every process computes all of them."""
+        with self._in_eval_mode(), torch.no_grad():
+            parts = torch.split(index, self.settings.eval_batch_size)
+            return torch.cat([self.model(**rows.batch(part).inputs).float().cpu() for part in parts])
 
     def _pad(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Answers equally wide on all processes, which may have cut their part differently."""

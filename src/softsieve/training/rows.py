@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from softsieve import _checks
+
 
 class Batch(NamedTuple):
     """What a model is called with, and what it should have said."""
@@ -36,7 +38,10 @@ class Rows:
         lengths: Tensor | None = None,
         sequences: tuple[str, ...] = (),
     ) -> None:
-        for name, value in inputs.items():
+        for name, value in {"target": target, **inputs}.items():
+            _checks.tensor(name, value)
+            if value.ndim == 0:
+                raise ValueError(f"{name}: expected a tensor of rows, found a single number")
             if len(value) != len(target):
                 raise ValueError(f"{name}: expected {len(target)} rows, as many as targets, found {len(value)}")
         self.inputs, self.target = dict(inputs), target

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from softsieve._files import replace_file
+from softsieve.bench.record import write_record
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.task import Task
@@ -21,6 +26,8 @@ from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
 WEIGHTS = "model.safetensors"
+RECORD, LOGITS = "run.json", "logits.safetensors"  # what was run and came out, and logits to look at
+SHOWN_ROWS, SHOWN_CLASSES = 200, 1000  # that logits are kept of, at most
 
 
 class Splits(NamedTuple):
@@ -49,11 +56,14 @@ def train(
     resume: Path | None = None,
     show: bool = False,
     console: Console | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train a fresh model of ``task`` and judge it on the test rows; with ``output``, save it there.
 
-    A new run takes away the checkpoints and the log of an earlier one in ``output``, once nothing can be wrong with its
-    input any more; the earlier model stays until there is another.
+    Beside the model and the log, ``output`` gets a record of the run, with ``about`` (names of data and model)
+    among its settings, and the logits of some held-out rows: `softsieve report` makes a page of them.
+    A new run takes away the checkpoints, the log and the record of an earlier one in ``output``, once nothing can be
+    wrong with its input any more; the earlier model stays until there is another.
 
     Raises:
         InputError: for what the trainer refuses, and when the model cannot be written.
@@ -74,12 +84,15 @@ def train(
     if output is not None and resume is None and trainer.accelerator.is_main_process:
         for old in (*checkpoints(output), output / "tensorboard"):
             shutil.rmtree(old, ignore_errors=True)
+        for name in (RECORD, LOGITS):
+            (output / name).unlink(missing_ok=True)
     result = trainer.fit(resume)
     test: dict[str, float] = {}
     decided = None
     if splits.test is not None:
         test, decided = trainer.evaluate(splits.test)
     weights = trainer.weights()
+    logits = None if output is None else _shown(trainer, task, splits)
     if output is not None and trainer.accelerator.is_main_process:
         metrics = {"validation": result.best, "test": test}
 
@@ -89,8 +102,53 @@ def train(
             (part / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
 
         write_folder(output / MODEL, fill)
+        _write_record(output, task, splits, settings, result, metrics, about or {}, weights, logits)
     trainer.accelerator.wait_for_everyone()
     return Run(result, test, decided, trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _shown(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
+    """Logits and targets of some held-out rows with one label each, spread over the part they are of, and its name."""
+    held_out = {name: getattr(splits, name) for name in ("validation", "test")}
+    part = next((name for name, rows in held_out.items() if rows is not None), None)
+    if part is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
+        return None
+    rows = held_out[part].to(trainer.device)
+    index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS)).long()
+    return part, {"logits": trainer.logits(rows, index), "target": rows.target[index.to(trainer.device)].cpu()}
+
+
+def _write_record(
+    output: Path,
+    task: Task,
+    splits: Splits,
+    settings: Settings,
+    result: Result,
+    metrics: Mapping[str, Any],
+    about: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    logits: tuple[str, dict[str, Tensor]] | None,
+) -> None:
+    """What was run, on what, and what it came to."""
+    configuration = {
+        **about,
+        "kind": task.kind,
+        "classes": len(task.labels),
+        "labels": task.labels[:SHOWN_CLASSES],
+        "parameters": sum(value.numel() for value in weights.values()),
+        "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
+        **settings.asdict(),
+    }
+    cost = {name: getattr(result, name) for name in ("steps", "best_step", "trained", "screened")}
+    seconds = {"seconds": result.seconds, "evaluation_seconds": result.evaluation_seconds}
+    try:
+        if logits is not None:
+            part, tensors = logits
+            notes = {"part": part, "delta": str(settings.delta)}
+            replace_file(output / LOGITS, lambda path: save_file(tensors, path, metadata=notes))
+        write_record(output / RECORD, "train", configuration, [{**metrics, **cost, **seconds}])
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{output / RECORD}: cannot be written: {error}") from error
 
 
 def load_model(folder: Path) -> tuple[Task, nn.Module]:

@@ -107,13 +107,17 @@ class SolvedSampler(Sampler[int]):
 
     def worth_screening(self, indices: Tensor) -> Tensor:
         """Of which rows a look by itself is expected to save the training pass; bool, shape of ``indices``."""
-        return (1 - self.risk >= self.screen_above)[self.streak[indices.cpu()].long()]
+        index = _checks.row_numbers("indices", indices, self.num_samples)
+        return (1 - self.risk >= self.screen_above)[self.streak[index].long()]
 
     def update(self, indices: Tensor, solved: Tensor) -> None:
         """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
+        index = _checks.row_numbers("indices", indices, self.num_samples).flatten()
+        _checks.tensor("solved", solved)
+        _checks.in_memory("solved", solved)
         if indices.shape != solved.shape:
             raise ValueError(f"solved: expected shape {tuple(indices.shape)}, found {tuple(solved.shape)}")
-        index, flags = indices.detach().cpu().flatten(), solved.detach().cpu().flatten().bool()
+        flags = solved.detach().cpu().flatten().bool()
         first = self._seen[index] == 0  # a second look in one epoch says nothing about relapse
         level, failed = self.streak[index[first]].long(), (~flags[first]).double()
         # Old looks fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
@@ -177,8 +181,14 @@ class SolvedSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
+        _checks.state(state, ("epoch", "started", "streak", "seen", "looks", "plan"))
         if len(state["streak"]) != self.num_samples:
             raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['streak'])}")
-        self.epoch, self._started = int(state["epoch"]), bool(state["started"])
+        _checks.whole_number("epoch", state["epoch"], 0, 2**31)
+        _checks.saved("streak", state["streak"], self.streak, high=LEVELS)
+        _checks.saved("seen", state["seen"], self._seen, high=2)
+        _checks.saved("looks", state["looks"], self._looks, high=1e300)
+        _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)
+        self.epoch, self._started = state["epoch"], bool(state["started"])
         self.streak, self._seen = state["streak"].clone(), state["seen"].clone()
         self._looks, self.plan = state["looks"].clone(), state["plan"].clone()

@@ -52,5 +52,6 @@ class ASSpeed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
+        _checks.state(state, ("steps",))
         _checks.whole_number("steps", state["steps"], 1, self.max_steps)
         self.steps = state["steps"]

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from softsieve.errors import InputError
+from softsieve import _checks
+from softsieve.errors import InputError, first_line
 from softsieve.training.checkpoint import check_same, load_checkpoint, save_checkpoint
 from softsieve.training.infobatch import InfoBatchSampler
 
@@ -74,6 +75,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
         weights = trainer.weights()
         if not trainer.sharded or trainer.rank == 0:
             check_same(folder / "model.safetensors", "checkpoint", files["model"], weights)
+        _look_at(trainer, folder, state, files)
         trainer.load_weights(files["model"])
         template: Any = get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, options=trainer.whole)
         held: dict[str, dict[str, Tensor]] = {}
@@ -110,6 +112,10 @@ def restore(trainer: Trainer, folder: Path) -> None:
             torch.cuda.set_rng_state(files["random"]["cuda"][trainer.rank].clone())
     except KeyError as error:
         raise InputError(f"{folder}: incomplete checkpoint: {error} is missing") from error
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{folder}: broken checkpoint: {first_line(error)}") from error
 
 
 def _expect(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
@@ -122,6 +128,46 @@ def _expect(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
     for name, here in trainer.settings.asdict().items():
         if name not in FREE and state["settings"].get(name) != here:
             raise InputError(f"{folder}: made with {name}={state['settings'].get(name)!r}, this run has {here!r}")
+
+
+def _look_at(trainer: Trainer, folder: Path, state: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> None:
+    """Refuse what cannot be where a run stands, before anything is changed.
+
+    Raises:
+        TypeError, ValueError: naming what was found.
+    """
+    for name in (*PLACE, *COUNTS):
+        value = state[name]
+        if isinstance(getattr(trainer, name), bool):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected true or false, found {type(value).__name__}")
+        elif isinstance(getattr(trainer, name), float):
+            _checks.number(name, value, 0, 1e30)
+        else:
+            _checks.whole_number(name, value, 0, 2**62)
+    _checks.whole_number("epoch", state["epoch"], 0, trainer.settings.epochs)
+    if not all(type(value) in (int, float) for value in state["best"].values()):
+        raise TypeError(f"best: expected numbers, found {state['best']}")
+    if state["delta"] is not None:
+        _checks.number("delta", state["delta"], 0, 1)
+    waiting, last = files["queue"], len(trainer.train) - 1
+    for name in ("queue", "unreported"):
+        _checks.saved(name, waiting[name], trainer.queue, high=last, sized=False)
+    seen = waiting["unreported"]
+    _checks.saved("solved", waiting["solved"], torch.empty(len(seen), dtype=torch.bool), high=1)
+    if waiting["loss"].shape != seen.shape or not waiting["loss"].is_floating_point():
+        raise ValueError(f"loss: expected one number a row of {len(seen)}, found shape {tuple(waiting['loss'].shape)}")
+    _checks.saved("cpu", files["random"]["cpu"], torch.get_rng_state().expand(trainer.ranks, -1), high=255)
+    if trainer.sharded:
+        return
+    weights = trainer.weights()
+    if files.get("best"):
+        check_same(folder / "best.safetensors", "checkpoint", files["best"], weights)
+    for name, value in files["optimizer"].items():
+        parameter, _, key = name.rpartition("/")
+        weight = weights.get(parameter)
+        if weight is None or value.shape != (weight.shape if key != "step" else ()):
+            raise ValueError(f"optimizer: {name}: expected what goes with a weight, found shape {tuple(value.shape)}")
 
 
 def _optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:

@@ -1,0 +1,239 @@
+"""Files and folders that are written all or nothing, and folders that one process at a time works in.
+
+What is being written lies beside its place, in a folder ``.NAME.PID``, until it is whole. Its process holds a lock on
+that folder, which the system takes back when the process ends, however it ends. So what a killed one left behind is
+known for that, and the next one that writes to the same place takes it away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from softsieve.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is locked and nothing swept
+    fcntl = None  # type: ignore[assignment]
+
+_OLD = "old"  # what was in the place of a folder, for the moment that it takes to move
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of ``path`` when all went well, and is gone when not.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     with replacing(Path(folder, "a.txt")) as part:
+        ...         _ = part.write_text("whole")
+        ...     [path.name for path in Path(folder).iterdir()]
+        ['a.txt']
+    """
+    with _room(path) as room:
+        part = room / path.name
+        yield part
+        _flush(part)
+        part.replace(path)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place and moved there when complete.
+
+    Raises:
+        OSError: naming the file, when the disk is full for instance; what was there before is as it was.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     replace_file(Path(folder, "a.txt"), lambda part: part.write_text("whole"))
+        ...     Path(folder, "a.txt").read_text()
+        'whole'
+    """
+    try:
+        with replacing(path) as part:
+            write(part)
+    except OSError as error:
+        if error.errno is not None:  # a write that fails does not say where
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which takes the place of ``folder`` when all went well, and is gone when not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _room(folder) as room:
+        part = room / folder.name
+        part.mkdir()
+        yield part
+        for file in part.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        _put(part, folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Take a folder away, if it is there: all of it at once, so that no half of it is ever found in its place."""
+    with suppress(OSError), _room(folder) as room:
+        folder.replace(room / folder.name)
+
+
+def sweep(folder: Path, names: str) -> None:
+    """Take away what killed processes left of files and folders of these names, a regular expression."""
+    if fcntl is None or not folder.is_dir():
+        return
+    pattern = re.compile(rf"\.({names})\.\d+(-\d+)?")
+    for room in list(folder.iterdir()):
+        match = pattern.fullmatch(room.name)
+        if match is None or ((room / _OLD).exists() and not (folder / match[1]).exists()):  # the only one there is
+            continue
+        with suppress(OSError):
+            held = os.open(room, os.O_RDONLY)
+            try:
+                if _lock(held, unsure=False) and _is_at(room, held):
+                    _remove(room)
+            finally:
+                os.close(held)
+
+
+@contextmanager
+def only_one(folder: Path, what: str) -> Iterator[None]:
+    """Refuse to work in a folder, which is made if it is not there, while another process does.
+
+    Where folders cannot be locked, as on Windows and on some network drives, nothing is refused.
+
+    Raises:
+        InputError: when another process is at ``what`` there, or the folder cannot be made.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder, only_one(Path(folder), "training"):
+        ...     try:
+        ...         with only_one(Path(folder), "training"):
+        ...             pass
+        ...     except InputError as error:
+        ...         print(str(error).removeprefix(folder))
+        : another process is training there: wait for it to end, or choose another folder
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
+    held = None
+    with suppress(OSError):
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        if held is not None and not _lock(held):
+            raise InputError(f"{folder}: another process is {what} there: wait for it to end, or choose another folder")
+        yield
+    finally:
+        if made:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+        if held is not None:
+            os.close(held)
+
+
+# -- rooms -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _room(path: Path) -> Iterator[Path]:
+    """An empty folder beside ``path``, of this call alone."""
+    sweep(path.parent, re.escape(path.name))
+    room, held = _claimed(path)
+    try:
+        yield room
+    finally:
+        _remove(room)
+        if held is not None:
+            os.close(held)
+
+
+def _claimed(path: Path) -> tuple[Path, int | None]:
+    for number in itertools.count():
+        room = path.with_name(f".{path.name}.{os.getpid()}" + (f"-{number}" if number else ""))
+        try:
+            room.mkdir()
+        except FileExistsError:  # of another thread, or of a process of the same number on another machine
+            continue
+        if fcntl is None:
+            break
+        with suppress(FileNotFoundError):
+            held = os.open(room, os.O_RDONLY)
+            if _lock(held) and _is_at(room, held):
+                return room, held
+            os.close(held)  # taken for something left behind, between making and locking it
+    return room, None
+
+
+def _lock(held: int, *, unsure: bool = True) -> bool:
+    """Whether what is open is ours now; what to say where nothing can be locked is given."""
+    if fcntl is None:
+        return unsure
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return unsure
+    return True
+
+
+def _is_at(path: Path, held: int) -> bool:
+    """Whether what is open is what is there now."""
+    try:
+        return os.path.samestat(os.fstat(held), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+# -- moving folders ----------------------------------------------------------------------------------------------------
+
+
+def _put(part: Path, folder: Path) -> None:
+    """Move a folder to its place; what is there, if anything, goes to where it came from."""
+    if not folder.is_dir():
+        part.replace(folder)
+    elif not _exchanged(part, folder):  # then there is a moment without either
+        old = part.with_name(_OLD)
+        folder.replace(old)
+        try:
+            part.replace(folder)
+        finally:
+            if not folder.exists():
+                old.replace(folder)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two folders in one go; False where the system or the drive cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
