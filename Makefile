@@ -1,4 +1,4 @@
-# make demo | test | lint | setup: each makes .venv by itself and brings it up to date.
+# make demo | test | lint | docs | setup: each makes .venv by itself and brings it up to date.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Without this, bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup demo test test-gpu lint clean
+.PHONY: setup demo test test-gpu lint docs clean
 
 setup: $(READY)
 
@@ -22,8 +22,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/softsieve demo
 
+# Several processes of one thread each take half the time of one process with as many threads.
+JOBS ?= 2
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
 RESULTS := benchmarks/results
@@ -39,5 +41,8 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -37,6 +37,8 @@ class AS_Softmax(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Masked logits (rows, classes) and labels (rows,); rows labelled -100 are masked as if their label were 0."""
+        _checks.logits(logits)
+        _checks.tensor("labels", labels)
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         keep = as_keep_mask(logits, torch.where(labels == -100, 0, labels), delta=self.delta)
         return torch.where(keep, logits, -INF), labels
@@ -62,8 +64,8 @@ class Multi_label_AS_Softmax(nn.Module):
         """Where a class would be kept as a negative, and where as a positive, each (rows, classes)."""
         _checks.logits(logits)
         _checks.target(labels, logits, multilabel=True)
-        _checks.number("delta", self.delta, 0, 1)
-        return multilabel_keep_masks(logits, positives(labels), self.delta)
+        delta = _checks.number("delta", self.delta, 0, 1)
+        return multilabel_keep_masks(logits, positives(labels), delta)
 
     def as_multilabel_categorical_crossentropy(
         self, y_pred: Tensor, y_true: Tensor, mask_neg: Tensor, mask_pos: Tensor
@@ -84,6 +86,9 @@ def compute_accumulation_step(logits: Tensor, lamb: float, speedup: bool = True)
         >>> compute_accumulation_step(masked, 1.0)
         (1, 3, 2)
     """
+    _checks.logits(logits)
+    _checks.in_memory("logits", logits)
+    lamb = _checks.number("lamb", lamb, -1e18, 1e18)
     masked = logits.reshape(-1, logits.shape[-1]) == -INF
     samples, classes = masked.shape
     solved = int((masked.sum(-1) == classes - 1).sum())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
     """``value`` as a float, refused unless it is a real number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
         raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
+    if isinstance(value, numbers.Rational) and abs(value) > 10**308:  # an int may be larger than any float
+        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found one beyond 1e308")
     found = float(value)
     if not low <= found <= high:  # also refuses NaN
         raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found {found:g}")
@@ -59,6 +63,48 @@ def whole_number(name: str, value: object, low: int, high: int) -> None:
 
 def ignore_index(value: int) -> None:
     whole_number("ignore_index", value, -(2**63), 2**63 - 1)
+
+
+def path(name: str, value: object) -> Path:
+    """``value`` as a path, refused unless it could be the one of a file."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name}: expected a path, found {type(value).__name__}")
+    found = Path(value)
+    if "\0" in str(found) or any(len(os.fsencode(part)) > 255 for part in found.parts):
+        raise ValueError(f"{name}: expected a path that a file can have, found {str(found)[:80]!r}")
+    return found
+
+
+def state(value: object, names: Iterable[str]) -> None:
+    """Refuse what is not a `state_dict` with these names."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"state: expected a dict, found {type(value).__name__}")
+    missing = [name for name in names if name not in value]
+    if missing:
+        raise ValueError(f"state: expected {', '.join(map(repr, missing))} in it, found {', '.join(map(repr, value))}")
+
+
+def row_numbers(name: str, value: object, count: int) -> Tensor:
+    """``value`` on the CPU as int64, refused unless it is a tensor of integers in [0, count)."""
+    _plain_tensor(name, value)
+    assert isinstance(value, Tensor)  # noqa: S101
+    if value.dtype not in _INTEGER:
+        raise TypeError(f"{name}: expected integers, found {value.dtype}")
+    in_memory(name, value)
+    found = value.detach().cpu().long()
+    if found.numel() and not (0 <= int(found.min()) and int(found.max()) < count):
+        raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(found.min())} to {int(found.max())}")
+    return found
+
+
+def in_memory(name: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise ValueError(f"{name}: expected numbers, found a tensor without any (device meta)")
+
+
+def tensor(name: str, value: object) -> None:
+    """Refuse what is not a dense tensor."""
+    _plain_tensor(name, value)
 
 
 def _plain_tensor(name: str, value: object) -> None:
@@ -164,7 +210,7 @@ def margins(delta: object, target: Tensor) -> Tensor:
 
 
 def no_smoothing(value: float) -> None:
-    if value:
+    if number("label_smoothing", value):
         raise ValueError(
             f"label_smoothing: expected 0, found {value}: it would give every class a gradient, "
             "and AS-Softmax is there to avoid that"
@@ -182,6 +228,19 @@ def _floats(name: str, value: Tensor, shape: str) -> None:
         raise ValueError(f"{name}: expected a non-empty tensor {shape}, found shape {tuple(value.shape)}")
 
 
+def saved(name: str, value: object, like: Tensor, *, high: float, sized: bool = True) -> None:
+    """Refuse a tensor of a file that is not like the one it is to replace, or has numbers outside [0, high]."""
+    _plain_tensor(name, value)
+    assert isinstance(value, Tensor)  # noqa: S101
+    if value.dtype != like.dtype or value.ndim != like.ndim or (sized and value.shape != like.shape):
+        raise ValueError(
+            f"{name}: expected {like.dtype} of shape {tuple(like.shape) if sized else '(N,)'}, "
+            f"found {value.dtype} of shape {tuple(value.shape)}"
+        )
+    if not bool(((value >= 0) & (value <= high)).all()):  # also refuses NaN
+        raise ValueError(f"{name}: expected numbers in [0, {high:g}]")
+
+
 def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
     if value.device != weight.device:
         raise ValueError(f"{name}: expected device {weight.device}, where the weight is, found {value.device}")
@@ -189,6 +248,7 @@ def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
 
 def finite(name: str, value: Tensor) -> None:
     """Refuse NaN and infinity."""
+    in_memory(name, value)
     # A finite sum says it, without a temporary of the size of the tensor.
     if not math.isfinite(float(value.detach().sum(dtype=torch.float64))) and not bool(value.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")

@@ -11,9 +11,15 @@ class InputError(ValueError):
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in quotes, the first 20 of them."""
-    names = [repr(name) for name in names]
+    """Names in quotes, the first 20 of them, each cut after 60 characters."""
+    names = [shown(name) for name in names]
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "none"
+
+
+def shown(value: object) -> str:
+    """A value as code would write it, cut after 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first_line(error: Exception) -> str:

@@ -74,7 +74,7 @@ def test_extract_writes_one_file_that_agrees_with_the_model(model: Path, text: P
         names, notes = sorted(file.keys()), file.metadata()
     assert names == ["second.calibration", "second.test", "story.calibration", "story.test", "weight"]
     assert notes["model"] == str(model)
-    assert (notes["format_version"], notes["softsieve"], notes["window"]) == ("1", __version__, "16")
+    assert (notes["format_version"], notes["softsieve"], notes["window"]) == ("2", __version__, "16")
     assert [path.name for path in out.parent.iterdir()] == ["head.safetensors"]
     head, _ = read_head(out)
     network = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
@@ -196,7 +196,7 @@ def test_weight_and_queries_in_two_files(tmp_path: Path) -> None:
             None,
             "rows of 2",
         ),
-        ({"weight": torch.rand(3, 2)}, {"format_version": "2"}, "expected format version 1, found '2'"),
+        ({"weight": torch.rand(3, 2)}, {"format_version": "3"}, "expected format version 2, found '3'"),
         ({"weight": torch.rand(3, 2)}, {"beta": "much"}, "damaged metadata"),
     ],
 )

@@ -66,7 +66,7 @@ def test_foreign_safetensors(tmp_path: Path) -> None:
 
 def test_newer_format(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3, 2)}, tmp_path / "head", {"format": "softsieve.head", "version": "99"})
-    with pytest.raises(InputError, match="expected format version 2, found 99"):
+    with pytest.raises(InputError, match="expected format version 3, found 99"):
         AdaptiveSoftmax.load(tmp_path / "head")
 
 

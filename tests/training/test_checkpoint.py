@@ -224,7 +224,9 @@ def test_tensors_are_written_from_where_they_are(tmp_path: Path) -> None:
     found = load_tensors(tmp_path / "x.safetensors")
     assert torch.equal(found["x"], torch.arange(6.0) * 2)
     assert torch.equal(found["y"], torch.arange(6.0).view(2, 3).T)
-    assert json.loads((tmp_path / "x.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}").keys() == {"x", "y"}
+    content = (tmp_path / "x.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert header.keys() == {"__metadata__", "x", "y"}
 
 
 # -- check_same --------------------------------------------------------------------------------------------------------

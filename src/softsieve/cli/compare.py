@@ -34,6 +34,7 @@ def compare(
     from rich.console import Console
     from rich.markdown import Markdown
 
+    from softsieve._files import only_one
     from softsieve.cli.errors import one_line
     from softsieve.errors import InputError
     from softsieve.experiments import compare as suite
@@ -52,26 +53,27 @@ def compare(
             data_dir=data_dir,
             overrides={**overrides, "precision": precision, "graphs": graphs},
         )
-        runs = []
-        failure = None
-        try:
-            for job, found in suite.run_all(jobs, suite.beside(out, ".runs"), side_by_side=side_by_side):
-                runs.append((job, found))
-                score = found["test"][found["settings"]["metric"]]
-                console.print(
-                    f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score:.4f} "
-                    f"in {found['seconds']:.1f} s",
-                    highlight=False,
-                    markup=False,
-                )
-        except InputError as error:
-            if not runs:
-                raise
-            failure = error  # said below the table of the others
-        order = {job.name: number for number, job in enumerate(jobs)}
-        runs.sort(key=lambda run: order[run[0].name])
-        command = shlex.join(["softsieve", *sys.argv[1:]])
-        suite.write_results(out, [found for _, found in runs], command)
-        console.print(Markdown(suite.beside(out, ".md").read_text()))
-        if failure is not None:
-            raise failure
+        with only_one(suite.beside(out, ".runs"), "comparing"):
+            runs = []
+            failure = None
+            try:
+                for job, found in suite.run_all(jobs, suite.beside(out, ".runs"), side_by_side=side_by_side):
+                    runs.append((job, found))
+                    score = found["test"][found["settings"]["metric"]]
+                    console.print(
+                        f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score:.4f} "
+                        f"in {found['seconds']:.1f} s",
+                        highlight=False,
+                        markup=False,
+                    )
+            except InputError as error:
+                if not runs:
+                    raise
+                failure = error  # said below the table of the others
+            order = {job.name: number for number, job in enumerate(jobs)}
+            runs.sort(key=lambda run: order[run[0].name])
+            command = shlex.join(["softsieve", *sys.argv[1:]])
+            suite.write_results(out, [found for _, found in runs], command)
+            console.print(Markdown(suite.beside(out, ".md").read_text()))
+            if failure is not None:
+                raise failure

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 import typer
 
+from softsieve.extras import missing
+
 _EXPECTED = (ValueError, TypeError, ImportError, OSError, MemoryError)
 
 
@@ -48,7 +50,7 @@ def _words(error: Exception) -> str:
     if _out_of_memory(error):
         return "out of memory: try smaller batches or a smaller max_seq_length"
     if isinstance(error, ModuleNotFoundError):
-        return f"this needs the package {error.name}: pip install 'softsieve[train]'"
+        return f"this needs {missing(error.name)}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -287,18 +286,14 @@ def _save(folder: Path, network: Any, tokenizer: Any) -> None:
     import transformers
 
     from softsieve.tasks.hf import no_bar
+    from softsieve.training.checkpoint import write_folder
 
-    folder = folder.absolute()
-    part = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    def fill(part: Path) -> None:
         with no_bar(transformers.utils.logging):
             network.save_pretrained(str(part))
         tokenizer.save_pretrained(str(part))
-        if folder.is_dir():
-            folder.rmdir()  # empty, as was checked
-        part.replace(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+    write_folder(folder.absolute(), fill)
 
 
 def _write(

@@ -53,8 +53,8 @@ def predict(
         import torch
         from rich.console import Console
 
+        from softsieve._files import replace_file
         from softsieve.cli.train import metrics_table
-        from softsieve.tasks.metrics import replace_file
         from softsieve.training.run import load_model
 
         task, net = load_model(model)

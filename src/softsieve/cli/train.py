@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softsieve import _checks
+from softsieve._files import only_one
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
 from softsieve.errors import InputError
@@ -46,7 +48,8 @@ def train(options: Options) -> None:
             quiet=options.quiet or not is_main_process(), soft_wrap=True, markup=False, highlight=False
         )  # names are printed as they are, whatever is in them
         if options.trains:
-            _train(options, console)
+            with only_one(options.output_dir, "training") if is_main_process() else nullcontext():
+                _train(options, console)
         else:
             _judge(options, console)
 

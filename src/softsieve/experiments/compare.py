@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from softsieve import _checks
 from softsieve.bench.record import provenance, write_record, write_text
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line
 from softsieve.experiments.recipes import BASELINE, ROWS, recipe
+from softsieve.tasks.files import read_text
 from softsieve.tasks.presets import PRESETS, load_preset
 from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
@@ -153,7 +155,7 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
     for job in jobs:
         path = folder / f"{job.name}.json"
         if path.exists():
-            yield job, json.loads(path.read_text())
+            yield job, _read_run(path)
         else:
             missing.append(job)
     failed = []
@@ -166,6 +168,51 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
         yield job, found
     if failed:
         raise InputError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0]}")
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """What an earlier run came to.
+
+    Raises:
+        InputError: when the file is damaged; without it the run is made again.
+    """
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)}): remove it to make the run again") from None
+    try:
+        _look_at(found)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({first_line(error)}): remove it to make the run again") from None
+    return found  # type: ignore[no-any-return]
+
+
+def _look_at(run: Any) -> None:
+    """Refuse what `summarise` and `markdown` cannot use.
+
+    Raises:
+        KeyError, TypeError, ValueError: naming what is missing or wrong.
+    """
+    settings, made = run["settings"], run["provenance"]
+    numbers = {name: run[name] for name in ("seconds", "steps", "trained_rows", "screened_rows", "side_by_side")}
+    numbers |= {name: settings[name] for name in ("epochs", "batch_size", "learning_rate", "delta")}
+    for name, value in {
+        **numbers,
+        **run["test"],
+        **run["rows"],
+        settings["metric"]: run["test"][settings["metric"]],
+    }.items():
+        _checks.number(name, value, -1e300, 1e300)
+    _checks.positive("seconds", run["seconds"])
+    _checks.whole_number("seed", run["seed"], 0, 2**63)
+    names = [run["task"], run["model"], settings["precision"], *made["machine"], made["versions"]["torch"]]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"expected names, found {names}")
+    _checks.choice("row", run["row"], ROWS)
+    for name in ("commit", "gpu"):
+        if not isinstance(made[name], str | None):
+            raise TypeError(f"{name}: expected a name, found {type(made[name]).__name__}")
+    hash((_where(run), made["machine"]["processor"], run["classes"]))
 
 
 def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | str]]:

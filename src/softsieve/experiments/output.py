@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from softsieve._files import replace_file
 from softsieve.bench.record import provenance, write_text
 from softsieve.errors import InputError
-from softsieve.tasks.metrics import replace_file
+from softsieve.tasks.files import read_text
 from softsieve.tasks.packages import package
 
 if TYPE_CHECKING:  # a picture is drawn at the end, if at all
@@ -109,10 +110,27 @@ def _cell(value: Any) -> str:
 
 
 def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """What `write_table` wrote: how it was made, and the rows."""
-    lines = path.read_text().splitlines()
-    about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    return about, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+    """What `write_table` wrote: how it was made, and the rows.
+
+    Raises:
+        InputError: for a file that cannot be one, saying where.
+    """
+    lines = read_text(path).splitlines()
+    about = {}
+    for number, line in enumerate(lines, 1):
+        name, colon, value = line[2:].partition(": ")
+        if line.startswith("# ") and not colon:
+            raise InputError(f"{path}:{number}: expected '# name: value', found {line[:60]!r}")
+        if line.startswith("# "):
+            about[name] = value
+    try:
+        found = list(csv.DictReader((line for line in lines if not line.startswith("# ")), strict=True))
+    except csv.Error as error:
+        raise InputError(f"{path}: not a table ({error})") from None
+    for number, row in enumerate(found, 1):
+        if None in row or None in row.values():
+            raise InputError(f"{path}: row {number}: expected as many cells as the header has, found others")
+    return about, found
 
 
 # Pictures

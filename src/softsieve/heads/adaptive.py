@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve._progress import Report, in_silence
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line
 from softsieve.heads import calibration, cascade, cascade_answers, cascade_calibration, coordinates
 from softsieve.heads.basis import Moments
 from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
@@ -33,6 +34,8 @@ from softsieve.heads.sampling import draw
 if TYPE_CHECKING:
     from softsieve.heads.dithered import Dithered
 
+Known = dict[int, Calibration | CascadeCalibration]  # by k, 0 for `log_partition`
+_ONCE = threading.Lock()  # of what is made when it is first needed
 METHODS = ("auto", "exact", "coordinates", "cascade")
 GUARANTEES = ("calibrated", "pac")
 
@@ -46,6 +49,11 @@ class AdaptiveSoftmax:
         probs, indices = logits.softmax(-1).topk(k)
 
     that is: the rows returned have the k largest logits (of tied rows any), and ``|p_hat - p| <= eps * p`` for each.
+
+    Any number of threads may ask at once, and be answered as one after the other would be. One of them may build,
+    calibrate or save meanwhile: the others are answered with what was fitted before or what is fitted then, never with
+    parts of both, or told that nothing is calibrated. The weight must not change, nor `update_rows` be called, while
+    others ask.
 
     Args:
         weight: kept as it is, without a copy. (n, d).
@@ -130,7 +138,7 @@ class AdaptiveSoftmax:
         self.method, self.guarantee = method, guarantee
         self.noise = None if noise is None else _checks.number("noise", noise, 0.0, 1e30)
         self.read_chosen, self.rotate, self.seed = read_chosen, rotate, seed
-        self.calibrations: dict[int, Calibration | CascadeCalibration] = {}  # by k, 0 for `log_partition`
+        self.calibrations: Known = {}  # replaced, never changed: other threads may be reading it
         self._elsewhere: dict[int, CascadeCalibration] = {}  # made on a GPU, if this is none, or the other way round
         self.index: cascade.Index | None = None
         self._cascade: Engine | None = None
@@ -205,6 +213,8 @@ class AdaptiveSoftmax:
             logits = found.logits
             if found.rest:
                 logits[found.rest] = self._exact_logits(queries[found.rest])
+        if logits.is_cpu and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # NaN and infinities stay in it
+            raise ValueError(f"x: expected logits that {logits.dtype} can hold, found some beyond")
         return logits.reshape(*x.shape[:-1], -1)
 
     def estimated(self, queries: Tensor) -> Estimated | None:
@@ -212,15 +222,15 @@ class AdaptiveSoftmax:
 
         For layers that answer the rest themselves. Nothing is checked.
         """
-        fit = self._cascading(self._largest_k(), len(queries))
-        if fit is None:
+        found = self._fitted(self._largest_k(), len(queries))
+        if found is None:
             return None
-        engine = self._built()
+        fit, engine = found
         if isinstance(engine, Cascade):
             return cascade_answers.estimate(engine, queries, fit)
-        found, logits = engine.solve(queries, fit, scale=1.0, dense=queries.dtype)
+        solved, logits = engine.solve(queries, fit, scale=1.0, dense=queries.dtype)
         assert logits is not None  # noqa: S101
-        return cascade_answers.Estimated(logits, [], found.bytes_read.sum(), (found.state != 0).sum())
+        return cascade_answers.Estimated(logits, [], solved.bytes_read.sum(), (solved.state != 0).sum())
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact.
@@ -229,6 +239,7 @@ class AdaptiveSoftmax:
             >>> AdaptiveSoftmax(torch.eye(2)).estimates()
             False
         """
+        _checks.whole_number("batch", batch, 0, 2**63 - 1)
         return self._cascading(self._largest_k(), batch) is not None
 
     def _largest_k(self) -> int:
@@ -259,8 +270,10 @@ class AdaptiveSoftmax:
         temperature = _checks.number("temperature", temperature, 0.0, 1e30)
         if top_k is not None:
             _checks.whole_number("top_k", top_k, 1, len(self.weight))
-        if top_p is not None and not 0 < _checks.number("top_p", top_p) <= 1:
-            raise ValueError(f"top_p: expected a number in (0, 1], found {top_p:g}")
+        if top_p is not None:
+            top_p = _checks.number("top_p", top_p)
+            if not 0 < top_p <= 1:
+                raise ValueError(f"top_p: expected a number in (0, 1], found {top_p:g}")
         if temperature == 0:
             return self.topk(x, 1, generator=generator).indices[..., 0]
         if top_k is not None:
@@ -289,10 +302,13 @@ class AdaptiveSoftmax:
         """
         self._for_cascade("build")
         moments = Moments(self.weight.shape[1] + (self.bias is not None), self.weight.device)
+        if not isinstance(queries, Iterable):
+            raise TypeError(f"queries: expected a tensor (N, d) or several, found {type(queries).__name__}")
         for part in [queries] if isinstance(queries, Tensor) else queries:
             moments.update(self._extended(self._queries("queries", part)))
         if not moments.count:
             raise ValueError("queries: expected some, found none")
+        _moderate(moments)
         index = cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=progress)
         self.calibrations, self._elsewhere = {}, {}
         self._use(index)
@@ -348,7 +364,8 @@ class AdaptiveSoftmax:
     ) -> Calibration | CascadeCalibration:
         self._warn_if_few(len(sample), calibration.needed(self.delta))
         found = calibration.calibrate(self._problem(sample, k), self.delta, generator=generator)
-        self.calibrations[k], self._bounds[k] = found, Calibrated(self._reader, found.scale)
+        self._bounds = {**self._bounds, k: Calibrated(self._reader, found.scale)}
+        self.calibrations = {**self.calibrations, k: found}
         return found
 
     def _calibrate_cascade(
@@ -366,6 +383,7 @@ class AdaptiveSoftmax:
             mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
             moments = Moments(self.weight.shape[1] + (self.bias is not None), sample.device)
             moments.update(self._extended(sample[mixed[: max(1, len(sample) // 2)]]))
+            _moderate(moments)
             sample = sample[mixed[len(sample) // 2 :]]
             self._use(cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=part))
         engine, bias = self._built(), self._scaled_bias()
@@ -387,8 +405,8 @@ class AdaptiveSoftmax:
                 else partial(engine.answer, fit=fit)
             )
             batch = cascade_calibration.measured_batch(fast, partial(self._solve_exactly, k=k), sample)
-            self.calibrations[k] = fit._replace(batch=batch)
-            found.append(self.calibrations[k])
+            found.append(fit._replace(batch=batch))
+            self.calibrations = {**self.calibrations, k: found[-1]}
         return found
 
     def coverage(self, queries: Tensor, k: int = 1) -> Coverage:
@@ -404,7 +422,7 @@ class AdaptiveSoftmax:
         """
         _checks.whole_number("k", k, 0, len(self.weight))
         sample = self._queries("queries", queries)
-        answer = self._solve(sample, k, None, sample.shape[:1], batch=1)
+        answer = self._solve(sample, k, None, sample.shape[:1], batch=1, name="queries")
         fine = calibration.right(answer, self._problem(sample, k))
         whole = self.weight.numel() * self.weight.element_size()
         return Coverage(
@@ -423,7 +441,10 @@ class AdaptiveSoftmax:
             WeightChanged: when other rows have changed, too; nothing is updated then.
         """
         engine = self._built(check=False)
-        chosen = torch.as_tensor(rows)
+        try:
+            chosen = torch.as_tensor(rows)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"rows: expected some whole numbers, found {rows!r}") from error
         if chosen.ndim != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool or not len(chosen):
             raise ValueError(f"rows: expected some whole numbers, found {chosen.dtype} of shape {tuple(chosen.shape)}")
         if int(chosen.min()) < 0 or int(chosen.max()) >= len(self.weight):
@@ -471,41 +492,56 @@ class AdaptiveSoftmax:
         product, bias = self._plain.full(queries), self._scaled_bias()
         return product if bias is None else product + bias
 
-    def _method(self, k: int, batch: int) -> str:
-        """What answers, for ``"auto"`` by what was measured."""
-        if self.method not in ("auto", "cascade") or self.guarantee == "pac":
-            return self.method if self.method != "auto" else "exact"
-        return "exact" if self._cascading(k, batch) is None else "cascade"
+    def _method(self) -> str:
+        """What answers where a calibrated cascade does not."""
+        if self.method == "auto" or (self.method == "cascade" and self.guarantee != "pac"):
+            return "exact"
+        return self.method
 
-    def _cascading(self, k: int, batch: int) -> CascadeCalibration | None:
+    def _cascading(self, k: int, batch: int, known: Known | None = None) -> CascadeCalibration | None:
         """The calibration by which a cascade answers so many queries at a time; None when it does not."""
         if self.method not in ("auto", "cascade") or self.guarantee == "pac":
             return None
-        if self.method == "auto" and self._calibrated(k) is None:
+        known = self.calibrations if known is None else known
+        if self.method == "auto" and self._calibrated(k, known) is None:
             return None
-        fit = self._fit(k)
+        fit = self._fit(k, known)
         faster = self.method == "cascade" or batch <= fit.batch
         return fit if faster and math.isfinite(fit.width) else None
 
-    def _calibrated(self, k: int) -> int | None:
+    def _fitted(self, k: int, batch: int) -> tuple[CascadeCalibration, Engine] | None:
+        """The same with the engine that it was made with, whatever other threads build and calibrate meanwhile."""
+        while True:
+            known = self.calibrations  # never changed, always replaced; by none before there is another engine
+            fit = self._cascading(k, batch, known)
+            if fit is None:
+                return None
+            engine = self._built()
+            if self.calibrations is known:
+                return fit, engine
+
+    @staticmethod
+    def _calibrated(k: int, known: Known) -> int | None:
         """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
-        if k in self.calibrations:
+        if k in known:
             return k
-        return min((other for other in self.calibrations if other >= k > 0), default=None)
+        return min((other for other in known if other >= k > 0), default=None)
 
     def _asked(self, x: Tensor, k: int, generator: torch.Generator | None) -> coordinates.Answer:
         """Answer queries (..., d) as they are."""
         if self.weight.is_cpu:
             return self._solve(self._queries("x", x), k, generator, x.shape[:-1])
         _checks.queries("x", x, self.weight, look=False)
-        method = self._method(k, x.numel() // x.shape[-1])
-        if method == "cascade":
-            return self._solve_on_gpu(x.detach().reshape(-1, x.shape[-1]), k, x.shape[:-1], scale=self.beta)
-        return self._solve(self._queries("x", x, look=method != "exact"), k, generator, x.shape[:-1])
+        fitted = self._fitted(k, x.numel() // x.shape[-1])
+        if fitted is not None:
+            return self._solve_on_gpu(x.detach().reshape(-1, x.shape[-1]), k, x.shape[:-1], *fitted, scale=self.beta)
+        exact = self._method() == "exact"
+        return self._solve(self._queries("x", x, look=not exact), k, generator, x.shape[:-1])
 
-    def _solve_on_gpu(self, rows: Tensor, k: int, shape: tuple[int, ...], *, scale: float) -> coordinates.Answer:
+    def _solve_on_gpu(
+        self, rows: Tensor, k: int, shape: tuple[int, ...], fit: CascadeCalibration, engine: Engine, *, scale: float
+    ) -> coordinates.Answer:
         """Answer queries (batch, d), to be scaled, without waiting for the device."""
-        engine, fit = self._built(), self._fit(k)
         assert isinstance(engine, GpuCascade)  # noqa: S101
         found = engine.solve(rows, fit, scale=scale)[0]
         some = (found.indices[:, :k], found.probs[:, :k], found.logits[:, :k])
@@ -520,13 +556,15 @@ class AdaptiveSoftmax:
         shape: tuple[int, ...],
         *,
         batch: int | None = None,
+        name: str = "x",
     ) -> coordinates.Answer:
         """Answer all queries as if they came so many at a time, all at once unless given; fields in this shape."""
-        method = self._method(k, len(queries) if batch is None else batch)
-        if method == "cascade" and self.guarantee != "pac":
-            fit, engine = self._fit(k), self._built()
+        fitted, method = self._fitted(k, len(queries) if batch is None else batch), self._method()
+        if fitted is not None:
+            fit, engine = fitted
+            method = "cascade"
             if isinstance(engine, GpuCascade):  # of queries that are times beta already
-                return self._solve_on_gpu(queries, k, shape, scale=1.0)
+                return self._solve_on_gpu(queries, k, shape, fit, engine, scale=1.0)
             answer = cascade_answers.solve(engine, queries, fit, self._solve_exactly, shape)
             if fit.k != k:
                 answer = answer._replace(
@@ -543,18 +581,18 @@ class AdaptiveSoftmax:
         log_z = answer.log_z
         looked_at = log_z.is_cpu or method != "exact"  # on a GPU, looking is waiting for it
         if looked_at and not (np.isfinite(log_z.numpy()) if log_z.is_cpu else log_z.isfinite()).all():
-            raise ValueError(f"x: expected logits that {self._plain.dtype} can hold, found some beyond")
+            raise ValueError(f"{name}: expected logits that {self._plain.dtype} can hold, found some beyond")
         return answer
 
     def _solve_exactly(self, queries: Tensor, k: int) -> coordinates.Answer:
         return coordinates.exactly(self._problem(queries, k))
 
-    def _fit(self, k: int) -> CascadeCalibration:
+    def _fit(self, k: int, known: Known) -> CascadeCalibration:
         """The calibration of the cascade that serves for k."""
-        there = self._calibrated(k)
+        there = self._calibrated(k, known)
         if there is None:
             raise self._not_calibrated(k)
-        fit = self.calibrations[there]
+        fit = known[there]
         assert isinstance(fit, CascadeCalibration)  # noqa: S101
         if (fit.eps, fit.delta) != (self.eps, self.delta):
             raise RuntimeError(
@@ -577,12 +615,13 @@ class AdaptiveSoftmax:
             if k not in self._bounds:
                 raise self._not_calibrated(k)
             return self._bounds[k]
-        if 0 not in self._bounds:  # one for all k
-            self._bounds[0] = (
-                Computed(self._reader, self.delta)
-                if self.noise is None
-                else Declared(self._reader, self.noise, self.delta)
-            )
+        with _ONCE:
+            if 0 not in self._bounds:  # one for all k
+                self._bounds[0] = (
+                    Computed(self._reader, self.delta)
+                    if self.noise is None
+                    else Declared(self._reader, self.noise, self.delta)
+                )
         return self._bounds[0]
 
     # -- the index -----------------------------------------------------------------------------------------------------
@@ -626,12 +665,13 @@ class AdaptiveSoftmax:
         return self._cascade
 
     def _dithered_codes(self) -> Dithered:
-        if self._dithered is None or self._versions != self._now():
-            from softsieve.heads.dithered import Dithered  # needs numba
+        with _ONCE:
+            if self._dithered is None or self._versions != self._now():
+                from softsieve.heads.dithered import Dithered  # needs numba
 
-            # What it takes is a pass over the weight, and nothing was fitted that a change could break.
-            self._dithered, self._versions = Dithered(self.weight, seed=self.seed), self._now()
-        return self._dithered
+                # What it takes is a pass over the weight, and nothing was fitted that a change could break.
+                self._dithered, self._versions = Dithered(self.weight, seed=self.seed), self._now()
+            return self._dithered
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -644,6 +684,10 @@ class AdaptiveSoftmax:
             >>> AdaptiveSoftmax(torch.eye(2), eps=0.1).to("cpu").eps
             0.1
         """
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"device: expected one that torch can use, found {device!r}: {first_line(error)}") from error
         tensors, settings = self._content()
         return type(self)._from_content({name: value.to(device) for name, value in tensors.items()}, settings)
 
@@ -658,10 +702,11 @@ class AdaptiveSoftmax:
         """
         from softsieve.heads import index_file, left_out
 
+        file = _file(path)
         tensors, settings = self._content()
         if not weight:
             left_out.take_out(tensors, settings)
-        index_file.write(Path(path), tensors, settings)
+        index_file.write(file, tensors, settings)
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and settings that it can be made of again."""
@@ -670,15 +715,18 @@ class AdaptiveSoftmax:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
         settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
         settings["calibrations"] = {}
-        for k, found in self.calibrations.items():
+        known, index = self.calibrations, self.index
+        while self.calibrations is not known:  # another thread builds or calibrates: those of one index
+            known, index = self.calibrations, self.index
+        for k, found in known.items():
             if isinstance(found, CascadeCalibration):
                 settings["calibrations"][str(k)] = found._asdict()
             else:
                 settings["calibrations"][str(k)] = found.queries
                 tensors[f"calibrations.{k}"] = found.scale
         settings["elsewhere"] = {str(k): found._asdict() for k, found in self._elsewhere.items()}
-        if self.index is not None:
-            tensors |= {f"index.{name}": value for name, value in self.index._asdict().items()}
+        if index is not None:
+            tensors |= {f"index.{name}": value for name, value in index._asdict().items()}
         return tensors, settings
 
     @classmethod
@@ -704,14 +752,14 @@ class AdaptiveSoftmax:
         """
         from softsieve.heads import index_file, left_out
 
-        tensors, settings = index_file.read(Path(path))
+        tensors, settings = index_file.read(_file(path))
         try:
             left_out.put_back(Path(path), tensors, settings, weight, bias)
             return cls._from_content(tensors, settings)
         except InputError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: broken: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: broken: {first_line(error)}") from error
 
     @classmethod
     def _from_content(cls, tensors: dict[str, Tensor], settings: dict[str, Any]) -> AdaptiveSoftmax:
@@ -756,6 +804,19 @@ class AdaptiveSoftmax:
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    found = _checks.path("path", path)
+    if not found.name:
+        raise InputError(f"path: expected the one of a file, found {str(path)!r}")
+    return found
+
+
+def _moderate(moments: Moments) -> None:
+    """Refuse queries whose squares are beyond float32."""
+    if not bool(moments.mean.isfinite().all()):
+        raise ValueError("queries: expected numbers whose squares float32 can hold, found some beyond")
 
 
 def _can_cascade(weight: Tensor) -> None:

@@ -19,7 +19,7 @@ class Calibration(NamedTuple):
 
     scale: Tensor  # (rounds,): half widths in predicted deviations; infinite when there were too few queries
     queries: int  # how many there were
-    delta: float
+    delta: float  # the chance of a wrong answer that it was fitted for
 
 
 def needed(delta: float) -> int:

@@ -36,6 +36,7 @@ _PAGE = 1 << 21  # bytes of a large page of memory
 ROW = 192  # bytes that could be read in order in the time that one more row takes, besides its own
 LOOK = 8  # columns that could be read in the time that masses and margins of a preview take
 SAMPLES = 4  # of them that are kept, to notice that the weight has changed
+_LOCK = threading.Lock()
 
 
 class Index(NamedTuple):
@@ -230,6 +231,11 @@ def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"index.{name}: expected {expected[name]}, found {found}")
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise ValueError(f"index.{name}: expected finite numbers, found NaN or infinity")
+    for name in ("unit", "steps", "tier_steps", "spreads"):
+        if bool((getattr(index, name) <= 0).any()):
+            raise ValueError(f"index.{name}: expected numbers above 0")
+    if bool((index.records[:, : len(tiers)] == 0).any()):
+        raise ValueError("index.records: expected spreads above 0")
     if bool(((index.probes < 0) | (index.probes >= rows)).any()):
         raise ValueError(f"index.probes: expected rows in [0, {rows - 1}]")
 
@@ -408,7 +414,7 @@ def plan_of(fit: CascadeCalibration, tolerance: float | None = None) -> kernels.
 
 @functools.cache
 def one_at_a_time() -> AbstractContextManager[object]:
-    """A lock, unless numba's threads, which the kernels have started, can serve several callers at once."""
+    """A lock, the same for all, unless numba's threads, which the kernels have started, can serve several callers."""
     from numba.np.ufunc.parallel import threading_layer
 
-    return nullcontext() if threading_layer() in ("omp", "tbb") else threading.Lock()  # type: ignore[no-untyped-call]
+    return nullcontext() if threading_layer() in ("omp", "tbb") else _LOCK  # type: ignore[no-untyped-call]

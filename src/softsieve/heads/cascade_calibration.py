@@ -32,21 +32,21 @@ _CLOSE = 8  # rows besides the top k that may be among them but for rounding
 class CascadeCalibration(NamedTuple):
     """What was fitted on sample queries, for one k."""
 
-    k: int
-    eps: float
-    delta: float
+    k: int  # softmax values that it is for; 0: log Z
+    eps: float  # relative error of a probability that it is for
+    delta: float  # chance of a wrong answer that it is for
     queries: int  # how many there were
     right: float  # the share of answers that were right with this width, over those that decided on it
     read: float  # the share of the weight's bytes that these read
     first: int  # the level of the preview
     second: int  # the level for queries of which the first leaves more rows than the limit
-    limit: float
+    limit: float  # rows that the first preview may leave before the second follows
     width: float  # of margins; infinite: everything is read
-    correction: float
-    doubt: float
-    interval: float
-    low: float
-    high: float
+    correction: float  # of masses that are only estimated: exp(correction * deviation^2)
+    doubt: float  # about log Z, for mass that was corrected
+    interval: float  # half width of log Z's, in doubts
+    low: float  # scale of a preview's errors below which a query is from elsewhere
+    high: float  # the same, above
     batch: int  # up to so many queries at a time the cascade was measured to be faster than the exact product
     tier: int = -1  # on a GPU, where `first` is a tier, too: that of the rows that are left, -1 for none
     capacity: int = 0  # on a GPU: survivors of the preview that there is room for; 0: this is for a CPU

@@ -121,7 +121,7 @@ def half_widths(n: int, d: int, delta: float) -> tuple[float, float]:
     group, in any order. Digits up to 15 and the offset make terms of at most ``23 sum_j |y_j| <= 23 sqrt(d)``. What
     query and estimate meet besides is relative to the estimate, at most ``7.5 sqrt(d)``.
     """
-    deviations = -NormalDist().inv_cdf(delta / (4 * n * SIGNS))
+    deviations = -NormalDist().inv_cdf(max(delta / (4 * n * SIGNS), 5e-324))
     uniform = deviations / math.sqrt(12)
     coarse, fine = (
         math.sqrt(d) * 2**-24 * (24 * (2 * group + d / (2 * group) + 4) + 8 * REACH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from softsieve import _digests
+from softsieve._files import replacing
 from softsieve.errors import InputError, first_line
 
 FORMAT = "softsieve.head"
-VERSION = 2  # 2: calibrations of both kinds of devices
+VERSION = 3  # 2: calibrations of both kinds of devices; 3: digests, which 2, still read, has not
+_SETTINGS = "the settings"  # among the digests; no tensor has this name
 
 
 def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
@@ -23,17 +25,13 @@ def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> N
     Raises:
         InputError: when the file cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    metadata = {"format": FORMAT, "version": str(VERSION), "settings": json.dumps(settings)}
+    text = json.dumps(settings)
+    digests = _digests.noted({**tensors, _SETTINGS: text})
+    metadata = {"format": FORMAT, "version": str(VERSION), "settings": text, **digests}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as part:
             save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written: {first_line(error)}") from error
 
@@ -42,7 +40,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and settings of a file that `write` made.
 
     Raises:
-        InputError: when it cannot be read, is truncated, is something else, or has a newer format.
+        InputError: when it cannot be read, is truncated or damaged, is something else, or has a newer format.
     """
     if not path.is_file():
         raise InputError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'none'}")
@@ -51,9 +49,13 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise InputError(f"{path}: expected a saved AdaptiveSoftmax, found another safetensors file")
-            if metadata.get("version") != str(VERSION):
-                raise InputError(f"{path}: expected format version {VERSION}, found {metadata.get('version')}")
+            version = metadata.get("version")
+            if version not in ("2", str(VERSION)):
+                raise InputError(f"{path}: expected format version {VERSION}, found {str(version)[:40]}")
+            if version != "2" and _digests.KEY not in metadata:
+                raise InputError(f"{path}: damaged: its digests are missing")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _digests.check(path, metadata, {**tensors, _SETTINGS: metadata["settings"]})
         settings = json.loads(metadata["settings"])
         if not isinstance(settings, dict):
             raise ValueError("settings are no object")

@@ -23,8 +23,8 @@ class TopK(NamedTuple):
     """
 
     indices: Tensor  # int64, the largest first
-    probs: Tensor
-    logits: Tensor
+    probs: Tensor  # softmax values of these rows, within eps with the stated probability
+    logits: Tensor  # of these rows, times beta
     log_z: Tensor  # logarithm of the sum of exponentials of all logits
     log_z_interval: Tensor  # where it is with the stated probability
     coordinates: Tensor  # int64: different entries of the weight, or of its rotated copy, that were read
@@ -35,17 +35,17 @@ class TopK(NamedTuple):
 class LogPartition(NamedTuple):
     """The sum of exponentials of all logits, as a logarithm. Fields as in `TopK`."""
 
-    log_z: Tensor
-    log_z_interval: Tensor
-    coordinates: Tensor
-    bytes_read: Tensor
-    exact: Tensor
+    log_z: Tensor  # the logarithm
+    log_z_interval: Tensor  # where it is with the stated probability
+    coordinates: Tensor  # int64: different entries that were read
+    bytes_read: Tensor  # int64: what was read in all
+    exact: Tensor  # bool: every row was read in full
 
 
 class Coverage(NamedTuple):
     """How a head does on queries whose exact answers are known."""
 
-    queries: int
+    queries: int  # how many there were
     right: float  # share of right answers: the top k, probabilities within eps
     read: float  # bytes read, as a share of the weight's, in the mean
     exact: float  # share of queries for which everything was read

@@ -16,11 +16,12 @@ def draw(logits: Tensor, temperature: float, top_p: float | None, generator: tor
         [1, 0]
     """
     flat = logits.reshape(-1, logits.shape[-1])
-    flat = (flat - flat.amax(-1, keepdim=True)) / temperature  # the largest is 0, whatever the temperature
+    tiny = torch.finfo(flat.dtype).tiny  # what is less would be 0 in this dtype
+    flat = (flat - flat.amax(-1, keepdim=True)) / max(temperature, tiny)  # the largest is 0, whatever the temperature
     if top_p is not None and top_p < 1:
         ordered, order = flat.softmax(-1).sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < top_p, 0.0)
+        ordered = ordered.where(before < max(top_p, tiny), 0.0)
         drawn = order.gather(-1, torch.multinomial(ordered, 1, generator=generator))
     else:
         drawn = torch.multinomial(flat.softmax(-1), 1, generator=generator)

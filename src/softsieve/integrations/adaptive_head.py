@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softsieve import _checks
 from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax, WeightChanged
@@ -43,6 +44,8 @@ class AdaptiveHead(nn.Linear):
     For a new token of a few sequences the logits are those of `AdaptiveSoftmax.logits`: exact for the rows that could
     be among the largest, estimated elsewhere. Names of parameters stay what they were, so tied weights stay tied and
     what is saved can be loaded by anyone.
+
+    It counts for one thread: a model that several threads call at once counts wrongly, and answers rightly.
 
     Attributes:
         head: what answers.
@@ -202,6 +205,10 @@ def collect_queries(
     if isinstance(text, os.PathLike):
         place = str(text)
         text = read_text(Path(text))
+    for name, value in {"count": count, "window": window, "batch_size": batch_size}.items():
+        _checks.whole_number(name, value, 1, 2**31)
+    if not callable(tokenizer) or not hasattr(tokenizer, "bos_token_id"):
+        raise InputError(f"tokenizer: expected one of Hugging Face, found {type(tokenizer).__name__}")
     lead = first_token(tokenizer)
     start = torch.tensor([] if lead is None else [lead], dtype=torch.long)
     layer, parts = output_layer(model), []

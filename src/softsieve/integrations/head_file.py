@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from softsieve import __version__
+from softsieve import __version__, _digests
+from softsieve._files import replacing
 from softsieve.errors import InputError, first_line, listed
 from softsieve.integrations.hidden_states import Corpus, Head
-from softsieve.tasks.metrics import replace_file
 
-FORMAT = "1"
+FORMAT = "2"  # 2: digests, which 1, still read, has not
 
 
 def write_head(path: Path, head: Head, *, notes: Mapping[str, str]) -> None:
@@ -31,7 +32,8 @@ def write_head(path: Path, head: Head, *, notes: Mapping[str, str]) -> None:
         facts["softcap"] = repr(head.softcap)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda part: save_file(tensors, part, metadata=facts))
+        with replacing(path) as part:
+            save_file(tensors, part, metadata={**facts, **_digests.noted({**tensors, **_named(facts)})})
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be written ({first_line(error)})") from error
 
@@ -60,9 +62,17 @@ def read_head(path: Path, queries: Path | None = None) -> tuple[Head, dict[str, 
                 raise InputError(f"{place}: {name}: expected rows of {weight.shape[1]}, found {tuple(rows.shape)}")
     try:
         softcap = float(notes["softcap"]) if "softcap" in notes else None
-        return Head(weight, bias, float(notes.get("beta", "1")), softcap, corpora), notes
+        beta = float(notes.get("beta", "1"))
+        if not math.isfinite(beta) or not (softcap is None or 0 < softcap < math.inf):
+            raise ValueError(f"beta {beta}, softcap {softcap}")
+        return Head(weight, bias, beta, softcap, corpora), notes
     except ValueError as error:
-        raise InputError(f"{path}: damaged metadata ({error})") from None
+        raise InputError(f"{path}: damaged metadata ({first_line(error)})") from None
+
+
+def _named(notes: Mapping[str, str]) -> dict[str, str]:
+    """Notes by names that no tensor has."""
+    return {f"note {name}": text for name, text in notes.items()}
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -72,8 +82,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, "pt") as file:
             notes = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        digests = {name: notes.pop(name) for name in (_digests.KEY,) if name in notes}
+        _digests.check(path, digests, {**tensors, **_named(notes)})
+    except InputError:
+        raise
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
-    if notes.get("format_version", FORMAT) != FORMAT:
-        raise InputError(f"{path}: expected format version {FORMAT}, found {notes['format_version']!r}")
+    version = notes.get("format_version")
+    if version == FORMAT and not digests:
+        raise InputError(f"{path}: damaged: its digests are missing")
+    if version not in (None, "1", FORMAT):
+        raise InputError(f"{path}: expected format version {FORMAT}, found {version[:40]!r}")
     return tensors, notes

@@ -87,6 +87,8 @@ class SpeedCallback(Callback):
     """
 
     def __init__(self, speed: ASSpeed) -> None:
+        if not isinstance(speed, ASSpeed):
+            raise TypeError(f"speed: expected an ASSpeed, found {type(speed).__name__}")
         self.speed = speed
         self._now = 1  # accumulate_grad_batches
         self._seen = torch.zeros(2, dtype=torch.long)  # rows solved and not solved in this window

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from softsieve import _digests
 from softsieve.errors import InputError, first_line, listed
 
 ROWS = 1 << 16  # queries that are read at a time
+# What numpy also raises for a damaged file.
+_STRANGE = (
+    BadZipFile,
+    MemoryError,
+    NotImplementedError,
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    TokenError,
+)
 
 
 def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Tensor, Tensor | None]:
@@ -22,14 +36,14 @@ def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> 
         InputError: when the file cannot be read or has no such tensor.
     """
     if path.suffix == ".npy":
-        return torch.from_numpy(np.array(_array(path))), None
+        return _tensor(path, _array(path)), None
     with _opened(path) as file:
         names = list(file.keys())
         for name in (tensor, *([bias] if bias else [])):
             if name not in names:
                 raise InputError(f"{path}: expected a tensor {name!r}, found {listed(names)}")
         name = bias or "bias"
-        return file.get_tensor(tensor), file.get_tensor(name) if name in names else None
+        return _read(path, file, tensor), _read(path, file, name) if name in names else None
 
 
 def read_queries(
@@ -54,7 +68,7 @@ def read_queries(
         if rows.ndim != 2:
             raise InputError(f"{path}: expected a matrix (N, d), found shape {rows.shape}")
         for first in range(0, len(rows), ROWS):
-            yield torch.from_numpy(np.array(rows[first : first + ROWS][start :: abs(step)]))
+            yield _tensor(path, rows[first : first + ROWS][start :: abs(step)])
         return
     with _opened(path) as file:
         names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
@@ -71,7 +85,10 @@ def read_queries(
                     f"{path}: expected tensors NAME.{part} or a single matrix, found {listed(file.keys())}"
                 )
         for name in names:
-            yield file.get_tensor(name)[start :: abs(step)]
+            rows = _read(path, file, name)
+            if rows.ndim != 2:
+                raise InputError(f"{path}: {name}: expected a matrix (N, d), found shape {tuple(rows.shape)}")
+            yield rows[start :: abs(step)]
 
 
 def _opened(path: Path) -> safe_open:
@@ -85,12 +102,28 @@ def _opened(path: Path) -> safe_open:
         raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
+def _read(path: Path, file: safe_open, name: str) -> Tensor:
+    try:
+        found: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: {name}: cannot be read as safetensors ({first_line(error)})") from None
+    _digests.check(path, file.metadata(), {name: found})
+    return found
+
+
+def _tensor(path: Path, rows: np.ndarray) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("=")))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: expected an array of numbers, found {rows.dtype} ({first_line(error)})") from None
+
+
 def _array(path: Path) -> np.ndarray:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, *_STRANGE) as error:
         raise InputError(f"{path}: cannot be read as .npy ({first_line(error)})") from None
     if not isinstance(found, np.ndarray):
         raise InputError(f"{path}: expected one array, found several")

@@ -10,6 +10,7 @@ training go by *nominal* steps, those of a plain Trainer that has seen the same 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback
 
-from softsieve.errors import InputError
+from softsieve import _checks
+from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
 from softsieve.losses.schedule import DeltaSchedule
+from softsieve.training.checkpoint import load_tensors, save_tensors
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
 
@@ -68,7 +70,12 @@ class ASOptions:
 
     def __post_init__(self) -> None:
         self.schedule(1)
+        if self.speed is not None and not isinstance(self.speed, ASSpeed):
+            raise TypeError(f"speed: expected an ASSpeed, found {type(self.speed).__name__}")
         if self.skip is not None:
+            known = inspect.signature(SolvedSampler).parameters
+            if not isinstance(self.skip, Mapping) or not set(self.skip) <= known.keys() - {"num_samples"}:
+                raise ValueError(f"skip: expected keywords of SolvedSampler, found {self.skip!r}")
             SolvedSampler(1, **self.skip)
 
     def schedule(self, total_steps: int) -> DeltaSchedule:
@@ -101,6 +108,8 @@ class ASTrainerMixin(Trainer):
     """
 
     def __init__(self, *args: Any, as_options: ASOptions | None = None, **kwargs: Any) -> None:
+        if as_options is not None and not isinstance(as_options, ASOptions):
+            raise TypeError(f"as_options: expected ASOptions, found {type(as_options).__name__}")
         super().__init__(*args, **kwargs)
         self.as_options = as_options or ASOptions()
         self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
@@ -261,7 +270,7 @@ class ASTrainerMixin(Trainer):
             state["speed"] = self._speed.state_dict()
         if self._sampler is not None:
             sampler = self._sampler.state_dict()
-            save_file({k: v for k, v in sampler.items() if isinstance(v, Tensor)}, Path(output_dir, SAMPLER))
+            save_tensors(Path(output_dir, SAMPLER), {k: v for k, v in sampler.items() if isinstance(v, Tensor)})
             state["sampler"] = {k: v for k, v in sampler.items() if not isinstance(v, Tensor)}
         Path(output_dir, STATE).write_text(json.dumps(state, indent=2) + "\n")
 
@@ -278,16 +287,23 @@ class ASTrainerMixin(Trainer):
         return self._epoch, self._batches
 
     def _restore(self, checkpoint: Path) -> None:
-        state = json.loads((checkpoint / STATE).read_text())
-        self._epoch = state["epoch"]
-        self._batches = 0 if self.args.ignore_data_skip else state["batches"]
-        if self._speed is not None and "speed" in state:
-            self._speed.load_state_dict(state["speed"])
-        if self._sampler is not None and "sampler" in state:
-            sampler = {**state["sampler"], **load_file(checkpoint / SAMPLER)}
-            if state["batches"] > 0:  # in the middle of an epoch: the next iteration repeats its plan
-                sampler["started"] = False
-            self._sampler.load_state_dict(sampler)
+        try:
+            state = json.loads((checkpoint / STATE).read_text())
+            for name in ("epoch", "batches"):
+                _checks.whole_number(name, state[name], 0, 2**62)
+            self._epoch = state["epoch"]
+            self._batches = 0 if self.args.ignore_data_skip else state["batches"]
+            if self._speed is not None and "speed" in state:
+                self._speed.load_state_dict(state["speed"])
+            if self._sampler is not None and "sampler" in state:
+                sampler = {**state["sampler"], **load_tensors(checkpoint / SAMPLER)}
+                if state["batches"] > 0:  # in the middle of an epoch: the next iteration repeats its plan
+                    sampler["started"] = False
+                self._sampler.load_state_dict(sampler)
+        except InputError:
+            raise
+        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+            raise InputError(f"{checkpoint / STATE}: cannot be read: {first_line(error)}") from error
 
 
 class ASTrainer(ASTrainerMixin):

@@ -644,6 +644,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             share = math.exp(scratch.largest[b] - shift)
             all_mass += scratch.masses[b] * share
             all_doubt += scratch.doubts[b] * share
+        if not (math.isfinite(measured) and math.isfinite(shift) and math.isfinite(all_mass)):
+            return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0)  # beyond float32: nothing to compare
         rounding = 1e-6 * abs(shift)
         least = math.log(all_mass) + shift + plan.floor
         if k:

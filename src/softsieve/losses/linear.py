@@ -273,6 +273,8 @@ class LinearASCrossEntropyLoss(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in {"in_features": in_features, "num_classes": num_classes}.items():
+            _checks.whole_number(name, size, 1, 2**40)
         layer = nn.Linear(in_features, num_classes, bias, device, dtype)
         self.weight, self.bias = layer.weight, layer.bias
         self.delta = _checks.number("delta", delta, 0, 1)

@@ -98,7 +98,7 @@ class TSoftmax(Rival):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.number("temperature", self.temperature, 1e-6)
+        self.temperature = _checks.number("temperature", self.temperature, 1e-6)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits / self.temperature, target, reduction="none")
@@ -133,8 +133,9 @@ class _FromEntmax(Rival):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         import entmax
 
-        rows: Tensor = getattr(entmax, self.function)(logits, target)
-        return rows
+        unknown = ~logits.detach().amax(-1).isfinite()  # it would look for a place in an order of these, in vain
+        rows: Tensor = getattr(entmax, self.function)(logits.masked_fill(unknown[:, None], 0), target)
+        return rows.masked_fill(unknown, float("nan"))
 
 
 class Sparsemax(_FromEntmax):
@@ -157,7 +158,7 @@ class LabelSmoothing(Rival):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.number("smoothing", self.smoothing, 0, 1)
+        self.smoothing = _checks.number("smoothing", self.smoothing, 0, 1)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.smoothing)
@@ -189,8 +190,8 @@ class AMSoftmax(Rival):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.number("scale", self.scale, 1e-6)
-        _checks.number("margin", self.margin, 0, 2)
+        self.scale = _checks.number("scale", self.scale, 1e-6, 3e4)  # times the margin, fp16 holds it
+        self.margin = _checks.number("margin", self.margin, 0, 2)
 
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         return CosineHead(in_features, num_classes, self.scale)

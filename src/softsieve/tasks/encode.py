@@ -25,6 +25,7 @@ from softsieve.tasks.packages import package
 
 LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
+HIGHEST_RATE = 384_000  # samples a second that are believed; resampling takes memory in proportion
 MOST_IDS = 512  # hashed features of a text
 LENGTH = MappingProxyType({"max_length": (4, 2**20)})  # words or tokens; room for a tokenizer's own
 
@@ -262,10 +263,12 @@ def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.d
         try:
             with library.SoundFile(BytesIO(value) if isinstance(value, bytes) else value) as file:
                 rate = file.samplerate
+                if not 1 <= rate <= HIGHEST_RATE:
+                    raise ValueError(f"{rate} Hz")
                 sound = file.read(-(-longest * rate // SAMPLE_RATE), dtype="float32", always_2d=True).mean(1)
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise InputError(f"{where}: unreadable sound ({first_line(error)})") from None
-    if rate < 1 or len(sound) == 0:
+    if not 1 <= rate <= HIGHEST_RATE or len(sound) == 0:
         raise InputError(f"{where}: expected a sound, found {len(sound)} samples at {rate} Hz")
     if not np.isfinite(sound).all():
         raise InputError(f"{where}: expected a sound, found samples that are not finite")

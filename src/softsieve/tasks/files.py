@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import gzip
+import io
 import lzma
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 from softsieve.errors import InputError, first_line
 
+MOST, TIMES = 2**28, 200  # bytes that a packed file may unpack to, or this many times its own; data pack 2 to 20 times
+
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds, unpacked if it is a .gz or .xz."""
-    unpack: Callable[[bytes], bytes] = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix.lower(), bytes)
+    """What a file holds, unpacked if it is a .gz or .xz.
+
+    Raises:
+        InputError: also for a packed file that would fill the memory.
+    """
     try:
-        return unpack(path.read_bytes())
+        return _unpacked(path, path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
         raise InputError(f"{path}: damaged {path.suffix} file ({first_line(error)})") from None
+    except MemoryError:
+        raise InputError(f"{path}: cannot be read (it does not fit the memory)") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _unpacked(path: Path, content: bytes) -> bytes:
+    end = path.suffix.lower()
+    if end not in (".gz", ".xz"):
+        return content
+    most = max(MOST, TIMES * len(content))
+    packed = io.BytesIO(content)
+    with gzip.GzipFile(fileobj=packed) if end == ".gz" else lzma.LZMAFile(packed) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise InputError(f"{path}: expected data, found {len(content)} bytes that unpack to more than {most}")
+    return found
 
 
 def read_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softsieve.errors import InputError
+from softsieve.errors import InputError, shown
 from softsieve.tasks.encode import LENGTH, Encoded, Encoder, padded
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
@@ -91,7 +91,10 @@ class PretrainedEncoder(Encoder):
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         # Where the tokenizer does not know what the model can take: the RoBERTa family numbers positions from 2.
         positions = getattr(config, "max_position_embeddings", 2**20) - 2
-        longest = tokenizer.model_max_length if tokenizer.model_max_length < 2**20 else positions
+        longest = tokenizer.model_max_length
+        if not isinstance(longest, int | float) or longest < 1:
+            raise InputError(f"{place}: model_max_length: expected a number of tokens, found {shown(longest)}")
+        longest = longest if longest < 2**20 else positions
         return cls(min(max_length, longest), tokenizer, config, per_word, source)
 
     def save(self, folder: Path) -> None:
@@ -112,6 +115,11 @@ class PretrainedEncoder(Encoder):
         inputs = {name: torch.tensor(found[name]) for name in names}
         inputs["attention_mask"][:, 0] = 1  # attention to nothing is not a number
         lengths = inputs["attention_mask"].sum(1)
+        known, largest = getattr(self.config, "vocab_size", 2**31), int(inputs["input_ids"].max())
+        if largest >= known:
+            raise InputError(
+                f"{self.tokenizer.name_or_path}: expected tokens below {known}, which the model has, found {largest}"
+            )
         if not self.per_word:
             return Encoded(inputs, lengths, tuple(names))
         places = [_first_tokens(found.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]

@@ -68,17 +68,25 @@ def _dataset_table(place: str, dataset: Any) -> Table:
     datasets = package("datasets", "a Hugging Face data set")
     if not len(dataset):
         raise InputError(f"{place}: no rows")
-    arrow = dataset.with_format("arrow")[:]  # as stored: images and sounds are not decoded here
-    columns = {name: arrow.column(name).to_pylist() for name in arrow.column_names}
+    columns = loaded(lambda: _columns(dataset), f"{place}: damaged Hugging Face data set")
     media, names = {}, {}
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.Image | datasets.Audio):
             media[column] = "image" if isinstance(feature, datasets.Image) else "audio"
         inner = getattr(feature, "feature", feature)  # of a list
         if isinstance(inner, datasets.ClassLabel):
+            if not all(isinstance(name, str) for name in inner.names):
+                raise InputError(f"{place}: {column}: expected names of classes, found {listed(inner.names)}")
             names[column] = [name.strip() for name in inner.names]
             columns[column] = [_class_names(value, names[column]) for value in columns[column]]
     return Table(place, columns, [f"{place}:{row + 1}" for row in range(len(dataset))], media=media, names=names)
+
+
+def _columns(dataset: Any) -> dict[str, list[Any]]:
+    """All cells as they are stored: images and sounds are not decoded here."""
+    arrow = dataset.with_format("arrow")[:]
+    arrow.validate(full=True)  # what was read may point anywhere
+    return {name: arrow.column(name).to_pylist() for name in arrow.column_names}
 
 
 def _class_names(value: Any, names: list[str]) -> Any:

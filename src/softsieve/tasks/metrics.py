@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from softsieve._files import replace_file as replace_file
 from softsieve.tasks.packages import package
 
 IGNORED = -100  # target of what does not count
@@ -100,13 +100,3 @@ def confusion_matrix_png(path: Path, target: Tensor, predicted: Tensor, labels: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a label in a script the font lacks
         replace_file(path, lambda part: figure.savefig(part, format="png", dpi=100))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside its place and moved there when complete."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -9,12 +9,12 @@ from typing import Any
 from softsieve.errors import InputError, first_line
 
 
-def package(name: str, what: str) -> Any:
-    """The module of an optional package, or an error that says how to get it."""
+def package(name: str, what: str, *, extra: str = "train") -> Any:
+    """The module of an optional package, or an error that says how to get it: with which of our extras."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise InputError(f"{what} needs the package {error.name}: pip install 'softsieve[train]'") from None
+        raise InputError(f"{what} needs the package {error.name}: pip install 'softsieve[{extra}]'") from None
 
 
 def loaded(load: Callable[[], Any], complaint: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.files import read_bytes, read_lines, read_text
 from softsieve.tasks.read import hold_out, read_data
@@ -74,10 +74,11 @@ def _sst5(folder: Path) -> Data:
 def _clinc150(folder: Path) -> Data:
     """The 150 intents and, as one more, what is out of scope ("oos")."""
     path = folder / "data_full.json.gz"
+    text = read_text(path)
     try:
-        splits = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: invalid JSON ({error})") from None
+        splits = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: invalid JSON ({first_line(error)})") from None
 
     def rows(part: str) -> _Rows:
         both = (part, f"oos_{part}")
@@ -188,14 +189,14 @@ def _eurosat(folder: Path) -> Data:
     for where, name, label, split in zip(table.where, *columns, strict=True):
         if name not in files:
             raise InputError(f"{where}: no file {name} in {folder / 'images.tar.xz'}")
-        splits[split].append((files[name], label, name))
+        splits[split].append((files[name], label, f"{folder / 'images.tar.xz'}:{name}"))
     return _data("image", splits["train"], splits["validation"], splits["test"])
 
 
 def _cifar10(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
-        files = _archive(folder / f"{part}.tar.xz")
-        return [(content, name.split("/")[1], name) for name, content in files.items()]
+        archive = folder / f"{part}.tar.xz"
+        return [(content, name.split("/")[1], f"{archive}:{name}") for name, content in _archive(archive).items()]
 
     return _with_validation(_data("image", rows("train"), None, rows("test")))
 
@@ -204,21 +205,23 @@ def _fsdd(folder: Path) -> Data:
     """The recordings 0 to 4 of every speaker and digit are the test."""
     train: list[tuple[Any, str, str]] = []
     test: list[tuple[Any, str, str]] = []
-    for name, content in _archive(folder / "recordings.tar.xz").items():
+    archive = folder / "recordings.tar.xz"
+    for name, content in _archive(archive).items():
         digit, _, index = Path(name).stem.split("_")
-        (test if int(index) < 5 else train).append((_samples(content, name), digit, name))
+        where = f"{archive}:{name}"
+        (test if int(index) < 5 else train).append((_samples(content, where), digit, where))
     return _with_validation(_data("audio", train, None, test))
 
 
-def _samples(content: bytes, name: str) -> tuple[Any, int]:
+def _samples(content: bytes, where: str) -> tuple[Any, int]:
     try:
         with wave.open(io.BytesIO(content)) as file:
             if file.getsampwidth() != 2 or file.getnchannels() != 1:
-                raise InputError(f"{name}: expected a mono sound of 16 bits")
+                raise InputError(f"{where}: expected a mono sound of 16 bits")
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
             return samples.astype(np.float32) / 32768, file.getframerate()
-    except (wave.Error, EOFError) as error:
-        raise InputError(f"{name}: not a .wav file ({error})") from None
+    except (wave.Error, EOFError, RuntimeError) as error:
+        raise InputError(f"{where}: not a .wav file ({first_line(error)})") from None
 
 
 def _archive(path: Path) -> dict[str, bytes]:
@@ -229,7 +232,7 @@ def _archive(path: Path) -> dict[str, bytes]:
             files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
             return {name: file.read() for name, file in sorted(files.items()) if file is not None}
     except tarfile.TarError as error:
-        raise InputError(f"{path}: not a tar archive ({error})") from None
+        raise InputError(f"{path}: not a tar archive ({first_line(error)})") from None
 
 
 PRESETS: dict[str, Preset] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from softsieve import _checks
 from softsieve.errors import InputError, listed
 from softsieve.tasks.cells import input_cell
 from softsieve.tasks.columns import table_inputs
@@ -49,7 +50,13 @@ def read_data(
     Raises:
         InputError: saying what cannot be used, and where.
     """
-    if kind is not None and kind not in KINDS:
+    for name, value in {"source": source, "validation": validation, "test": test}.items():
+        if value is not None or name == "source":
+            _checks.path(name, value)
+    _check_columns(text_column, label_column)
+    _checks.whole_number("seed", seed, 0, 2**63 - 1)
+    _checks.number("validation_share", validation_share)
+    if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, found {kind!r}")
     if not 0 <= validation_share < 1:
         raise InputError(f"validation_share: expected a number from 0 to below 1, found {validation_share}")
@@ -87,7 +94,9 @@ def read_inputs(
     Raises:
         InputError: saying what cannot be used, and where.
     """
-    path, wanted = Path(source), Wanted(kind, text_column, label_column)
+    _checks.choice("kind", kind, KINDS)
+    _check_columns(text_column, label_column)
+    path, wanted = _checks.path("source", source), Wanted(kind, text_column, label_column)
     if path.is_dir() and kind in MEDIA:
         files = media_files(path, (kind,))
         if files:
@@ -108,6 +117,12 @@ def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path
         examples.inputs.append(input_cell(line.split() if kind == "tokens" else line, kind, where, folder))
         examples.where.append(where)
     return examples
+
+
+def _check_columns(text_column: str | None, label_column: str | None) -> None:
+    for name, value in {"text_column": text_column, "label_column": label_column}.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name}: expected the name of a column, found {type(value).__name__}")
 
 
 def _name(source: str | Path) -> str:

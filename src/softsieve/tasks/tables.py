@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from softsieve.errors import InputError, first_line, listed
+from softsieve.errors import InputError, first_line, listed, shown
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.files import read_bytes, read_lines, read_text
 from softsieve.tasks.packages import package
@@ -65,7 +65,7 @@ def read_conll(path: Path, *, tags: bool = True) -> Examples:
         where = f"{path}:{number}"
         width = width or len(fields)
         if len(fields) < 2 and tags:
-            raise InputError(f"{where}: expected a word and a tag, found only {fields[0]!r}")
+            raise InputError(f"{where}: expected a word and a tag, found only {shown(fields[0])}")
         if len(fields) != width:
             raise InputError(f"{where}: expected {width} columns as on the first line, found {len(fields)}")
         if not inside:
@@ -130,8 +130,9 @@ def _read_parquet(path: Path) -> Table:
         # Without threads, which some versions fail to end with the program.
         source = parquet.ParquetFile(arrow.BufferReader(read_bytes(path)), pre_buffer=False)
         table = source.read(use_threads=False)
+        table.validate(full=True)  # what was read may point anywhere
         columns = {name: table.column(name).to_pylist() for name in table.column_names}
-    except (arrow.ArrowException, OSError, KeyError) as error:
+    except (arrow.ArrowException, OSError, KeyError, OverflowError, ValueError) as error:
         raise InputError(f"{path}: not a parquet file ({first_line(error)})") from None
     return Table(str(path), columns, [f"{path}:{row + 1}" for row in range(table.num_rows)], path.parent)
 

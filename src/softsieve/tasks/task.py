@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softsieve._files import replace_file
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
 from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
 from softsieve.tasks.examples import KINDS, Data, Examples, as_list, label_names
 from softsieve.tasks.files import read_text
 from softsieve.tasks.hf import PretrainedEncoder
-from softsieve.tasks.metrics import IGNORED, class_metrics, multilabel_metrics, replace_file, token_metrics
+from softsieve.tasks.metrics import IGNORED, class_metrics, multilabel_metrics, token_metrics
 from softsieve.tasks.models import Classifier
 from softsieve.training.rows import Rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from softsieve._files import replace_file
+from softsieve._files import remove_folder, replace_file
 from softsieve.bench.record import write_record
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Examples
+from softsieve.tasks.packages import loaded
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
@@ -83,7 +83,7 @@ def train(
     )
     if output is not None and resume is None and trainer.accelerator.is_main_process:
         for old in (*checkpoints(output), output / "tensorboard"):
-            shutil.rmtree(old, ignore_errors=True)
+            remove_folder(old)
         for name in (RECORD, LOGITS):
             (output / name).unlink(missing_ok=True)
     result = trainer.fit(resume)
@@ -162,9 +162,15 @@ def load_model(folder: Path) -> tuple[Task, nn.Module]:
     if not folder.is_dir():
         raise InputError(f"{folder}: expected a folder with a trained model, found none")
     task = Task.load(folder)
-    model = task.empty_model()
     weights = load_tensors(folder / WEIGHTS)
-    check_same(folder / WEIGHTS, "model", weights, model.state_dict())
+    complaint = f"{folder}: such a model cannot be made"
+    with torch.device("meta"):  # sizes that a damaged file made up take no memory
+        expected = loaded(task.empty_model, complaint).state_dict()
+    check_same(folder / WEIGHTS, "model", weights, expected)
+    for name, value in weights.items():
+        if not bool(value.isfinite().all()):
+            raise InputError(f"{folder / WEIGHTS}: {name}: expected finite numbers, found NaN or infinity")
+    model: nn.Module = loaded(task.empty_model, complaint)
     model.load_state_dict(weights)
     return task, model.eval()
 

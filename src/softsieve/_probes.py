@@ -1,0 +1,381 @@
+"""Tiny calls of all that may work here or not, made in a process of its own: some of them can end it.
+
+``python -m softsieve._probes NAME...`` tries them in turn and writes a line of JSON before and after each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softsieve.errors import first_line
+from softsieve.extras import EXTRAS, install
+
+DELTA = 0.1
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative errors that rounding may make
+
+
+class NotHere(Exception):  # noqa: N818
+    """There is nothing to try, and how that could be changed."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class Wrong(Exception):  # noqa: N818
+    """It gives another result than it should."""
+
+
+# -- what computes -----------------------------------------------------------------------------------------------------
+
+
+def bf16_products() -> str:
+    """Matrix products in bf16, which end the process where oneDNN takes a processor for another."""
+    for rows, size, classes in ((1, 8, 16), (64, 64, 64), (33, 100, 257)):
+        left, right = _numbers(rows, size).bfloat16(), _numbers(classes, size).bfloat16().requires_grad_()
+        found = F.linear(left, right)
+        found.float().sum().backward()
+        _compare("products", found.detach(), left.double() @ right.detach().double().T)
+    return "agree with float64"
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise NotHere("no CUDA device that this torch can use")
+
+
+def _need_triton() -> None:
+    _need_gpu()
+    if find_spec("triton") is None:
+        raise NotHere("the package triton is not installed", "pip install triton")
+
+
+def losses(device: str) -> str:
+    if device != "cpu":
+        _need_triton()
+    from softsieve import as_cross_entropy
+
+    logits = _numbers(8, 50).to(device).requires_grad_()
+    as_cross_entropy(logits, torch.arange(8, device=device)).backward()
+    return _finite(logits.grad)
+
+
+def linear_loss(device: str, backend: str) -> str:
+    if backend == "triton":
+        _need_triton()
+    from softsieve import linear_as_cross_entropy
+
+    hidden, weight = _numbers(8, 32).to(device).requires_grad_(), _numbers(500, 32).to(device)
+    linear_as_cross_entropy(hidden, weight, torch.arange(8, device=device), backend=backend).backward()
+    return _finite(hidden.grad)
+
+
+def cascade(device: str) -> str:
+    if device != "cpu":
+        _need_triton()
+    head, queries = _head("cascade", device)
+    answer = head.topk(queries[:8])
+    if device == "cpu":
+        import numba
+
+        return f"{_finite(answer.probs)}; threads of {numba.threading_layer()}"
+    return _finite(answer.probs)
+
+
+def processes(backend: str) -> str:
+    """A group of one process: what fails is mostly finding a network device for it."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise NotHere("this torch has no torch.distributed")
+    if backend == "nccl":
+        _need_gpu()
+        if not dist.is_nccl_available():
+            raise NotHere("this torch has no NCCL")
+    elif not dist.is_gloo_available():
+        raise NotHere("this torch has no Gloo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        value = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+        dist.all_reduce(value)
+        return _finite(value)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- what is installed besides -----------------------------------------------------------------------------------------
+
+
+def extra(name: str, call: Callable[[], str]) -> str:
+    """Look whether all packages of an extra are there and, if so, make a call that needs them."""
+    found = EXTRAS[name]
+    absent = [package for package, module in found.packages.items() if find_spec(module) is None]
+    if absent:
+        raise NotHere(f"would give {found.gives}; not installed: {', '.join(absent)}", install(name))
+    return call()
+
+
+def _train() -> str:
+    import accelerate
+    import transformers
+    from sklearn.metrics import f1_score
+
+    from softsieve.training import loop  # noqa: F401
+
+    accelerate.Accelerator(cpu=True)
+    f1_score([0, 1], [0, 1])
+    transformers.BertConfig(hidden_size=8)
+    return EXTRAS["train"].gives
+
+
+def _lightning() -> str:
+    from softsieve.integrations.lightning import DeltaCallback
+
+    DeltaCallback(0.1)
+    return EXTRAS["lightning"].gives
+
+
+def _rivals() -> str:
+    import faiss
+
+    from softsieve.losses import make_objective
+
+    logits, target = _numbers(4, 6), torch.arange(4)
+    for name in ("sparsemax", "entmax-1.5"):
+        _finite(make_objective(name)(logits, target).loss)
+    index = faiss.IndexFlatIP(6)
+    index.add(logits.numpy())
+    if index.search(logits.numpy(), 1)[1].shape != (4, 1):
+        raise Wrong("faiss: expected one neighbour a query")
+    return EXTRAS["rivals"].gives
+
+
+def _report() -> str:
+    import jinja2
+    import plotly.graph_objects
+
+    if jinja2.Template("{{ 1 + 1 }}").render() != "2":
+        raise Wrong("jinja2: expected 1 + 1 to be 2")
+    plotly.graph_objects.Figure(data=[{"type": "scatter", "y": [1, 2]}]).to_json()
+    return EXTRAS["report"].gives
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_numbers(device: str) -> str:
+    """Loss and gradient against the definition in float64."""
+    from softsieve import as_cross_entropy, reference
+
+    target = torch.arange(60) % 40
+    said = []
+    for dtype in CLOSE:
+        logits = (3 * _numbers(60, 40)).to(dtype)
+        logits[torch.arange(0, 60, 2), target[::2]] += 9  # solved, mostly
+        found = _with_gradient(lambda x: as_cross_entropy(x, target.to(x.device), delta=DELTA), logits.to(device))
+        truth = _with_gradient(lambda x: reference.as_cross_entropy(x, target, delta=DELTA), logits.double())
+        worst = max(_compare(f"as_cross_entropy, {_name(dtype)}", *pair) for pair in zip(found, truth, strict=True))
+        said.append(f"{_name(dtype)} {worst:.0e}")
+    return "errors: " + ", ".join(said)
+
+
+def delta_one_numbers(device: str) -> str:
+    """With delta = 1 it is cross-entropy."""
+    from softsieve import as_cross_entropy
+
+    target = (torch.arange(60) % 40).to(device)
+    same = True
+    for dtype in (torch.float32, torch.float64):
+        logits = (3 * _numbers(60, 40)).to(dtype).to(device)
+        found = _with_gradient(lambda x: as_cross_entropy(x, target, delta=1.0), logits)
+        truth = _with_gradient(lambda x: F.cross_entropy(x, target), logits)
+        for pair in zip(found, truth, strict=True):
+            _compare(f"delta = 1, {_name(dtype)}", *pair)
+        same &= torch.equal(found[0], truth[0])
+    return "losses have the same bits" if same else "the same to rounding"
+
+
+def multilabel_numbers(device: str) -> str:
+    from softsieve import as_multilabel_loss, reference
+
+    logits, target = 2 * _numbers(30, 12).double(), _numbers(30, 12) > 1
+    found = _with_gradient(lambda x: as_multilabel_loss(x, target.to(x.device), delta=DELTA), logits.to(device))
+    truth = _with_gradient(lambda x: reference.as_multilabel_loss(x, target.long(), delta=DELTA), logits)
+    return f"error {max(_compare('as_multilabel_loss', *pair) for pair in zip(found, truth, strict=True)):.0e}"
+
+
+def linear_numbers(device: str) -> str:
+    """Against the loss of the logits, which it does not make."""
+    from softsieve import as_cross_entropy, linear_as_cross_entropy
+
+    target = (torch.arange(48) * 7 % 300).to(device)
+    said = []
+    for dtype in CLOSE:
+        hidden, weight = _numbers(48, 16).to(device, dtype), _numbers(300, 16).flip(0).to(device, dtype)
+        hidden[::2] = weight[target[::2]]
+        found = _with_gradient(lambda x, w=weight: linear_as_cross_entropy(x, w, target, delta=DELTA), hidden)  # type: ignore[misc]
+        truth = _with_gradient(lambda x, w=weight: as_cross_entropy(F.linear(x, w), target, delta=DELTA), hidden)  # type: ignore[misc]
+        worst = max(_compare(f"linear loss, {_name(dtype)}", *pair) for pair in zip(found, truth, strict=True))
+        said.append(f"{_name(dtype)} {worst:.0e}")
+    return "differences: " + ", ".join(said)
+
+
+def head_numbers(device: str) -> str:
+    """Top 1 of queries that were not calibrated with, against the exact answer, failures by what delta allows."""
+    from softsieve.reference.heads import topk_softmax
+
+    methods = ["exact", "coordinates"]
+    if device == "cpu" or find_spec("triton") is not None:
+        methods.append("cascade")
+    said = []
+    for method in methods:
+        head, queries = _head(method, device)
+        answer = head.topk(queries, generator=torch.Generator(device).manual_seed(1) if device == "cpu" else None)
+        truth = topk_softmax(head.weight.double(), queries.double(), 1)
+        right = (answer.indices == truth.indices) & (
+            (answer.probs - truth.probs).abs() <= head.eps * truth.probs + 1e-5
+        )
+        failed, count = len(right) - int(right.sum()), len(right)
+        allowed = 0 if method == "exact" else head.delta * count + 4 * math.sqrt(head.delta * count)
+        if failed > allowed:
+            raise Wrong(f"{method}: {failed} of {count} answers are wrong, and delta = {head.delta:g} was promised")
+        said.append(f"{method} {count - failed} of {count}")
+    return f"right: {', '.join(said)}"
+
+
+def file_numbers(device: str) -> str:
+    """A head that was saved and loaded answers as before."""
+    from softsieve import AdaptiveSoftmax
+
+    if device != "cpu":
+        _need_triton()
+    head, queries = _head("cascade", device)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "head.safetensors"
+        head.save(path)
+        again = AdaptiveSoftmax.load(path).to(device)
+    for name, before, after in zip(
+        ("indices", "probs"), head.topk(queries[:20])[:2], again.topk(queries[:20])[:2], strict=True
+    ):
+        if not torch.equal(before, after):
+            raise Wrong(f"{name}: other answers than before it was saved")
+    return "the same answers"
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finite(value: Tensor | None) -> str:
+    if value is None or not bool(value.isfinite().all()):
+        raise Wrong("expected finite numbers, found NaN, infinity or none")
+    return "a tiny call worked"
+
+
+def _compare(what: str, found: Tensor, truth: Tensor) -> float:
+    """The largest error, relative to the largest number; refused when rounding cannot explain it."""
+    error = float(
+        (found.double().cpu() - truth.double().cpu()).abs().max() / truth.double().abs().max().clamp_min(1e-30)
+    )
+    if not error <= CLOSE[found.dtype]:
+        raise Wrong(f"{what}: {error:.1e} off, expected at most {CLOSE[found.dtype]:.0e}")
+    return error
+
+
+def _with_gradient(loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    value = loss(leaf)
+    value.backward()
+    if leaf.grad is None:
+        raise Wrong("expected a gradient, found none")
+    return value.detach(), leaf.grad
+
+
+def _head(method: str, device: str) -> tuple[Any, Tensor]:
+    """A small head, calibrated if it has to be, and queries to ask."""
+    from softsieve import AdaptiveSoftmax
+
+    scale = torch.arange(1, 33) ** -0.5
+    weight, states = (_numbers(2000, 32) * scale).to(device), (_numbers(1200, 32) * scale * 3).to(device)
+    head = AdaptiveSoftmax(weight, delta=DELTA, method=method)
+    if method != "exact":
+        sample = states[: 300 if method == "coordinates" else 1000]
+        head.calibrate(sample, generator=torch.Generator().manual_seed(0))
+    return head, states[1000:]
+
+
+BACKENDS: dict[str, Callable[[], str]] = {
+    "bf16 products on the CPU": bf16_products,
+    "losses, torch on the CPU": partial(losses, "cpu"),
+    "losses, Triton": partial(losses, "cuda"),
+    "linear loss, torch on the CPU": partial(linear_loss, "cpu", "torch"),
+    "linear loss, Triton": partial(linear_loss, "cuda", "triton"),
+    "cascade, numba on the CPU": partial(cascade, "cpu"),
+    "cascade, Triton": partial(cascade, "cuda"),
+    "several processes, Gloo": partial(processes, "gloo"),
+    "several processes, NCCL": partial(processes, "nccl"),
+}
+NUMBERS: dict[str, Callable[[str], str]] = {
+    "cross-entropy against its definition": cross_entropy_numbers,
+    "delta = 1 against F.cross_entropy": delta_one_numbers,
+    "multi-label loss against its definition": multilabel_numbers,
+    "linear loss against that of the logits": linear_numbers,
+    "adaptive head against exact answers": head_numbers,
+    "adaptive head saved and loaded": file_numbers,
+}
+PACKAGES: dict[str, Callable[[], str]] = {
+    name: partial(extra, name, call)
+    for name, call in {"train": _train, "lightning": _lightning, "rivals": _rivals, "report": _report}.items()
+}
+
+
+def probes() -> dict[str, Callable[[], str]]:
+    """All there is to try, by name."""
+    numbers = {
+        f"{name}, {device}": partial(call, device) for device in ("cpu", "cuda") for name, call in NUMBERS.items()
+    }
+    return {**BACKENDS, **numbers, **PACKAGES}
+
+
+def attempt(call: Callable[[], str]) -> dict[str, str]:
+    """What comes of a call: its state, what there is to say, and what to do about it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {"state": "works", "detail": call(), "remedy": ""}
+    except NotHere as error:
+        return {"state": "not here", "detail": str(error), "remedy": error.remedy}
+    except Exception as error:  # anything may be wrong with what is installed, and the next one is tried all the same
+        return {"state": "broken", "detail": f"{type(error).__name__}: {first_line(error)}", "remedy": ""}
+
+
+def main(names: list[str]) -> None:
+    """Try what is named, and tell a parent by lines of JSON."""
+    known = probes()
+    for name in names:
+        print(json.dumps({"begin": name}), flush=True)  # noqa: T201
+        print(json.dumps({"name": name, **attempt(known[name])}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

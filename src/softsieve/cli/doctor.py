@@ -1,0 +1,95 @@
+"""`softsieve doctor`: what is installed, what works, and whether its numbers are right."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softsieve.cli.errors import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from softsieve.doctor import Finding, Report
+
+COLOURS = {"works": "green", "not here": "dim", "broken": "bold red"}
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="for bug reports: no names of users, machines or folders")
+    ] = False,
+) -> None:
+    """Say what is installed here, try all of it, and check its numbers. Sends nothing anywhere.
+
+    Exits with 1 when something that is installed does not work.
+    """
+    with one_line():
+        from rich.console import Console
+
+        from softsieve.doctor import examine
+
+        with Console(stderr=True).status("looking", refresh_per_second=4) as status:
+            report = examine(progress=lambda name: status.update(f"trying: {name} (the first time, kernels compile)"))
+        if as_json:
+            typer.echo(json.dumps(report.asdict(), indent=1))
+        else:
+            _show(Console(highlight=False), report)
+        if not report.sound:
+            raise typer.Exit(1)
+
+
+def _show(console: Console, report: Report) -> None:
+    _table(console, "Versions", report.versions.items())
+    _table(console, "Devices", [*_machine(report.machine), *(("GPU", _gpu(gpu)) for gpu in report.gpus)])
+    _findings(console, "What computes", report.backends)
+    _findings(console, "Extras", report.extras)
+    _findings(console, "Numbers", report.numbers)
+    broken = [found for found in (*report.backends, *report.extras, *report.numbers) if found.state == "broken"]
+    if not broken:
+        console.print("All that is installed works.")
+    for found in broken:
+        console.print(f"broken: {found.name}: {found.detail}", markup=False, style="bold")
+        if found.remedy:
+            console.print(f"  try: {found.remedy}", markup=False)
+
+
+def _machine(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    limit = facts["onednn_max_cpu_isa"]
+    uses = f"torch uses {facts['torch_uses']}" + (f", oneDNN at most {limit}" if limit else "")
+    memory = "" if facts["memory_gb"] is None else f", {facts['memory_gb']} GB"
+    return [
+        ("system", facts["system"]),
+        ("CPU", f"{facts['processor']}: {facts['processors']} processors, {facts['threads']} threads{memory}"),
+        ("instruction sets", f"{', '.join(facts['instruction_sets']) or 'unknown'}; {uses}"),
+    ]
+
+
+def _gpu(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['name']}, {facts['memory_gb']} GB, capability {facts['capability']}, "
+        f"driver {facts['driver'] or 'unknown'}, CUDA {facts['cuda']}"
+    )
+
+
+def _table(console: Console, title: str, rows: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, Text(str(value)))
+    console.print(table)
+
+
+def _findings(console: Console, title: str, findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for found in findings:
+        words = f"{found.detail}: {found.remedy}" if found.remedy else found.detail
+        table.add_row(Text(found.name), Text(found.state, COLOURS.get(found.state, "")), Text(words))
+    console.print(table)

@@ -1,0 +1,216 @@
+"""Real logits under a margin that the reader moves: which classes are masked, which rows are solved.
+
+What is masked comes from `as_keep_mask`, asked once for every place of the slider; the page computes no margins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softsieve.losses import as_keep_mask
+from softsieve.report.figures import finished
+from softsieve.report.groups import data_sets
+from softsieve.report.page import Explorer, Figure, Section, Table
+from softsieve.report.read import Logits, Run
+from softsieve.report.words import cell, short
+from softsieve.tasks.packages import package
+
+STEPS = 100  # of the slider, from 0 to 1
+SHOWN = 24  # classes of a row
+MOST = 40  # runs
+_SOME = (5, 10, 20, 30, 50)  # steps in the table
+_ROWS = 30
+
+
+def section(runs: Sequence[Run]) -> Section:
+    """Of all runs that left logits, at least one."""
+    payloads = []
+    for data, lines in data_sets(runs):
+        for line in lines:
+            for run in line.runs:
+                if run.logits is not None:
+                    name = f"{short(data, 40)}: {line.label}, seed {run.settings['seed']}"
+                    payloads.append(payload(name, run.logits, _labels(run), _delta(run)))
+    left = f" The first {MOST} of {len(payloads)} runs with logits are here." if len(payloads) > MOST else ""
+    payloads = payloads[:MOST]
+    return Section(
+        title="Move the margin",
+        how="Held-out rows of a trained model. A rival class is masked, and no longer pushed down, once the label's "
+        "probability exceeds its own by more than delta; a row whose rivals are all masked is solved. A small delta "
+        "masks much, delta 1 nothing: that is plain softmax." + left,
+        blocks=[
+            Explorer(payloads, [_map(payloads[0]), _curves(payloads[0])]),
+            Table(
+                "Solved rows % / masked rival classes % at some margins",
+                ["run", *(f"delta {step / STEPS:.2f}" for step in _SOME)],
+                [[p["name"], *(_counts(p, step) for step in _SOME)] for p in payloads],
+            ),
+        ],
+    )
+
+
+def _labels(run: Run) -> list[str]:
+    said = run.settings.get("labels") or []
+    classes = 0 if run.logits is None else run.logits.logits.shape[1]
+    return [short(cell(label), 40) for label in said] or [str(number) for number in range(classes)]
+
+
+def _delta(run: Run) -> float:
+    delta = run.settings.get("delta")
+    return min(1.0, max(0.0, float(delta))) if isinstance(delta, int | float) else 0.1
+
+
+def _counts(p: dict[str, Any], step: int) -> str:
+    solved, masked = p["solved"][step], p["masked"][step]
+    return f"{100 * solved / p['rows']:.1f} / {100 * masked / max(1, p['rivals']):.1f}"
+
+
+# -- what the page is told ---------------------------------------------------------------------------------------------
+
+
+def kept_from(logits: Tensor, target: Tensor) -> Tensor:
+    """The first step of the slider at which a class is kept: at all below it, it is masked.
+
+    Shape:
+        logits ``(rows, classes)``, target ``(rows,)``, result ``(rows, classes)`` in [0, `STEPS`].
+
+    Example:
+        >>> kept_from(torch.tensor([[0.0, 1.0, 5.0]]), torch.tensor([2]))
+        tensor([[98, 97,  0]])
+    """
+    masked = torch.zeros_like(logits, dtype=torch.int64)
+    for step in range(STEPS + 1):
+        masked += ~as_keep_mask(logits, target, delta=step / STEPS)
+    return masked
+
+
+def payload(name: str, found: Logits, labels: Sequence[str], delta: float) -> dict[str, Any]:
+    """What the page needs of a run: counts for each step, and the classes it shows, rows by margin."""
+    logits, target = found.logits, found.target
+    rows, classes = logits.shape
+    first = kept_from(logits, target)
+    p = logits.softmax(-1)
+    rivals = torch.ones_like(first, dtype=torch.bool).scatter_(1, target.unsqueeze(1), False)
+    until = first.masked_fill(~rivals, STEPS + 1).amin(1)  # solved at steps below it
+    margin = p.gather(1, target.unsqueeze(1)).squeeze(1) - p.masked_fill(~rivals, -1).amax(1)
+    order = sorted(range(rows), key=lambda row: (-int(until[row]), -float(margin[row])))
+    ranked = classes > SHOWN
+    if ranked:  # the target, then its rivals from the strongest on
+        columns = p.scatter(1, target.unsqueeze(1), 2.0).topk(SHOWN).indices
+    else:
+        columns = torch.arange(classes).expand(rows, classes)
+    steps = torch.arange(STEPS + 1)
+    return {
+        "name": name,
+        "part": found.part,
+        "delta": round(delta * STEPS),
+        "rows": rows,
+        "rivals": rows * (classes - 1),
+        "masked": (first[rivals].unsqueeze(1) > steps).sum(0).tolist(),
+        "solved": (until.unsqueeze(1) > steps).sum(0).tolist(),
+        "ranked": ranked,
+        "labels": list(labels),
+        "target": target[order].tolist(),
+        "until": until[order].tolist(),
+        "classes": columns[order].tolist() if ranked else None,
+        "p": [[round(value, 4) for value in row] for row in p.gather(1, columns)[order].tolist()],
+        "first": first.gather(1, columns)[order].tolist(),
+    }
+
+
+# -- its figures, which the page fills ---------------------------------------------------------------------------------
+
+
+def _map(p: dict[str, Any]) -> Figure:
+    objects = package("plotly.graph_objects", "a report", extra="report")
+    heat = {
+        "type": "heatmap",
+        "zmin": 0,
+        "zmax": 1,
+        "xgap": 0,
+        "ygap": 0,
+        "hoverongaps": True,
+        "meta": {"role": "heat"},
+    }
+    figure = objects.Figure(
+        data=[
+            {**heat, "z": [[None]], "colorbar": {"title": {"text": "probability"}, "thickness": 12, "len": 0.9}},
+            {"type": "heatmap", "z": [[None]], "xaxis": "x2", "showscale": False, "meta": {"role": "solved"}},
+        ]
+    )
+    figure.update_layout(
+        xaxis={"domain": [0, 0.93], "showgrid": False, "title": {"text": "class"}, "zeroline": False},
+        xaxis2={"domain": [0.945, 1], "showgrid": False, "tickvals": [0], "ticktext": ["solved"], "zeroline": False},
+        yaxis={
+            "autorange": "reversed",
+            "showgrid": False,
+            "title": {"text": "rows, largest margin first"},
+            "zeroline": False,
+        },
+    )
+    return Figure(
+        title="Rows and classes",
+        caption="One row of pixels is one held-out row, one column a class. Grey: masked. In colour: kept, by its "
+        "probability. The strip at the right marks solved rows; the line is the frontier between solved and not.",
+        plot=finished(figure, legend=0, height=520),
+        data=Table(
+            f"Rows of {p['name']}, every so many by margin",
+            ["row", "label", "probability of the label", "solved while delta is below"],
+            list(_some_rows(p)),
+        ),
+        key="explorer-map",
+    )
+
+
+def _some_rows(p: dict[str, Any]) -> Iterator[list[str]]:
+    places = sorted({round(i * (p["rows"] - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+    for place in places:
+        label = p["target"][place]
+        own = 0 if p["ranked"] else label
+        until = p["until"][place]
+        yield [
+            str(place + 1),
+            p["labels"][label],
+            f"{p['p'][place][own]:.3f}",
+            f"{until / STEPS:.2f}" if until else "never",
+        ]
+
+
+def _curves(p: dict[str, Any]) -> Figure:
+    objects = package("plotly.graph_objects", "a report", extra="report")
+    delta = [step / STEPS for step in range(STEPS + 1)]
+    traces: list[dict[str, Any]] = []
+    for slot, name in enumerate(("rival classes masked", "rows solved")):
+        dash = ("solid", "dash")[slot]
+        line = {
+            "type": "scatter",
+            "x": delta,
+            "y": [None] * len(delta),
+            "name": name,
+            "meta": {"slot": slot, "role": "line"},
+        }
+        traces.append({**line, "mode": "lines", "line": {"dash": dash, "width": 2.4}})
+    for slot, symbol in enumerate(("circle", "diamond")):
+        point = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "showlegend": False, "hoverinfo": "skip"}
+        traces.append({**point, "marker": {"symbol": symbol, "size": 13}, "meta": {"slot": slot, "role": "line"}})
+    figure = objects.Figure(data=traces)
+    figure.update_layout(
+        xaxis={"title": {"text": "delta"}, "range": [0, 1]},
+        yaxis={"title": {"text": "share"}, "ticksuffix": " %", "range": [-2, 103]},
+    )
+    rows = []
+    for step in range(0, STEPS + 1, 5):
+        masked, solved = p["masked"][step], p["solved"][step]
+        rows.append([f"{step / STEPS:.2f}", f"{masked:,} of {p['rivals']:,}", f"{solved:,} of {p['rows']:,}"])
+    return Figure(
+        title="What each margin would leave out",
+        caption="The solid curve is the share of rival classes that are masked, the dashed one that of rows that are "
+        "solved, for every delta; the markers stand at the present one. Both fall to 0 at delta 1.",
+        plot=finished(figure, legend=2, height=340),
+        data=Table(f"Masked and solved of {p['name']}", ["delta", "rival classes masked", "rows solved"], rows),
+        key="explorer-curves",
+    )

@@ -1,0 +1,209 @@
+"""The parts a page is made of, and the page: one HTML file that asks for nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, ClassVar
+
+from softsieve.report.colours import SCHEMES
+from softsieve.report.words import Best
+from softsieve.tasks.packages import package
+
+LONGEST = 400  # rows of a table
+_SCRIPTS = ("page.js", "explorer.js")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text; the first of a row names it."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    kind: ClassVar[str] = "table"
+
+    @property
+    def shown(self) -> Sequence[Sequence[str]]:
+        """Rows that fit a page."""
+        return self.rows[:LONGEST]
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns hold numbers and are set flush right."""
+        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.head)
+        return [place > 0 and all(map(_is_figure, column)) for place, column in enumerate(columns)]
+
+
+def _is_figure(text: str) -> bool:
+    return not text or text[0].isdigit() or (text[0] in "-<" and text[1:2].isdigit())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot, what is to be seen in it in words, and its data."""
+
+    title: str
+    caption: str
+    plot: dict[str, Any]  # data and layout as plotly.js takes them
+    data: Table
+    key: str = ""  # of a figure that a script redraws
+    wide: bool = False  # panels side by side, which a small screen scrolls
+    kind: ClassVar[str] = "figure"
+
+    @property
+    def broad(self) -> bool:
+        """Whether it needs the width of the page."""
+        return self.wide or bool(self.plot["layout"]["meta"]["broad"])
+
+
+@dataclass(frozen=True)
+class Words:
+    """A paragraph."""
+
+    text: str
+    kind: ClassVar[str] = "words"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Blocks that a reader opens."""
+
+    title: str
+    blocks: Sequence[Table | Words]
+    kind: ClassVar[str] = "folded"
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """The slider over real logits."""
+
+    runs: Sequence[dict[str, Any]]
+    plots: Sequence[Figure]
+    kind: ClassVar[str] = "explorer"
+
+
+Block = Table | Figure | Words | Folded | Explorer
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a section."""
+
+    title: str
+    blocks: Sequence[Block]
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, how to read what follows, and that; ``glance`` says the gist of it."""
+
+    title: str
+    how: str
+    blocks: Sequence[Block] = ()
+    parts: Sequence[Part] = ()
+    glance: Sequence[str] = ()
+
+
+@dataclass
+class _Numbers:
+    """Keys of the page's elements, none of them made of what a record says."""
+
+    given: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, kind: str) -> str:
+        self.given[kind] = self.given.get(kind, 0) + 1
+        return f"{kind}-{self.given[kind]}"
+
+
+def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str:
+    """The page as HTML.
+
+    Raises:
+        InputError: without jinja2 or plotly.
+    """
+    jinja2 = package("jinja2", "a report", extra="report")
+    plotly = package("plotly.offline", "a report", extra="report")
+    here = files("softsieve.report")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.tests["best"] = lambda text: isinstance(text, Best)
+    environment.filters["runs"] = _runs
+    safe = package("markupsafe", "a report", extra="report").Markup
+    scripts = [plotly.get_plotlyjs(), *((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
+    number = _Numbers()
+    keys: dict[int, str] = {}  # of figures and tables, by identity
+    plots = {}
+    explorers: list[dict[str, Any]] = []
+    for block in _blocks(sections):
+        if isinstance(block, Figure):
+            keys[id(block)] = block.key or number("figure")
+            plots[keys[id(block)]] = block.plot
+        if isinstance(block, Explorer):
+            explorers += block.runs
+    return str(
+        environment.from_string((here / "page.html.j2").read_text(encoding="utf-8")).render(
+            title=title,
+            sections=sections,
+            glance=[words for section in sections for words in section.glance],
+            made=made,
+            number=number,
+            key=lambda block: keys[id(block)],
+            css=safe((here / "page.css").read_text(encoding="utf-8")),
+            schemes=SCHEMES,
+            scripts=[safe(script) for script in scripts],
+            policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+            data={
+                name: safe(as_json(value))
+                for name, value in {"figures": plots, "schemes": SCHEMES, "explorers": explorers}.items()
+            },
+        )
+    )
+
+
+def _blocks(sections: Sequence[Section]) -> Iterator[Block]:
+    for section in sections:
+        for blocks in (section.blocks, *(part.blocks for part in section.parts)):
+            for block in blocks:
+                yield block
+                if isinstance(block, Explorer):
+                    yield from block.plots
+
+
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks in their order, with small figures that follow each other in pairs: these stand side by side."""
+    together: list[list[Block]] = []
+    for block in blocks:
+        if together and len(together[-1]) == 1 and _is_small(block) and _is_small(together[-1][0]):
+            together[-1].append(block)
+        else:
+            together.append([block])
+    return together
+
+
+def _is_small(block: Block) -> bool:
+    return isinstance(block, Figure) and not block.broad
+
+
+def _digest(script: str) -> str:
+    """Of a script as the browser sees it, for the page's policy: no other runs."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def as_json(value: Any) -> str:
+    """JSON that cannot end the element it stands in, nor a line of a script.
+
+    Example:
+        >>> as_json("</script>&")
+        '"\\\\u003c/script\\\\u003e\\\\u0026"'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
