@@ -55,9 +55,13 @@ def with_fields(text: str, fields: dict[str, str | None]) -> str:
     Attributes:
         exact: everything was read
         log_z: &nbsp;
+    >>> with_fields("An answer.", {"exact": None, "log_z": None})
+    'An answer.\\n\\nFields: `exact`, `log_z`.'
     """
     if "Attributes:" in text or not fields:
         return text
+    if not any(fields.values()):
+        return f"{text.rstrip()}\n\nFields: {', '.join(f'`{name}`' for name in fields)}."
     lines = [f"    {name}: {comment or '&nbsp;'}" for name, comment in fields.items()]
     return "\n".join([text.rstrip(), "", "Attributes:", *lines])
 

@@ -92,7 +92,7 @@ def row_numbers(name: str, value: object, count: int) -> Tensor:
         raise TypeError(f"{name}: expected integers, found {value.dtype}")
     in_memory(name, value)
     found = value.detach().cpu().long()
-    if found.numel() and not (0 <= int(found.min()) and int(found.max()) < count):
+    if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < count):
         raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(found.min())} to {int(found.max())}")
     return found
 

@@ -31,7 +31,7 @@ def digest(value: Tensor | str) -> int:
         return zlib.crc32(value.encode())
     kind = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy(), kind) if flat.numel() else kind
+    return zlib.crc32(flat.view(torch.uint8).numpy(), kind) if flat.numel() else kind  # type: ignore[arg-type]
 
 
 def noted(values: Mapping[str, Tensor | str]) -> dict[str, str]:

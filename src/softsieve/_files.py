@@ -19,11 +19,10 @@ from pathlib import Path
 
 from softsieve.errors import InputError
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows, where nothing is locked and nothing swept
-    fcntl = None  # type: ignore[assignment]
 
+_LOCKS: bool = sys.platform != "win32"  # there, nothing is locked and nothing swept
 _OLD = "old"  # what was in the place of a folder, for the moment that it takes to move
 
 
@@ -90,17 +89,19 @@ def remove_folder(folder: Path) -> None:
 
 def sweep(folder: Path, names: str) -> None:
     """Take away what killed processes left of files and folders of these names, a regular expression."""
-    if fcntl is None or not folder.is_dir():
+    if not _LOCKS or not folder.is_dir():
         return
     pattern = re.compile(rf"\.({names})\.\d+(-\d+)?")
     for room in list(folder.iterdir()):
         match = pattern.fullmatch(room.name)
-        if match is None or ((room / _OLD).exists() and not (folder / match[1]).exists()):  # the only one there is
+        if match is None:
             continue
         with suppress(OSError):
             held = os.open(room, os.O_RDONLY)
             try:
                 if _lock(held, unsure=False) and _is_at(room, held):
+                    if (room / _OLD).exists() and not (folder / match[1]).exists():  # killed between two moves
+                        (room / _OLD).replace(folder / match[1])
                     _remove(room)
             finally:
                 os.close(held)
@@ -168,7 +169,7 @@ def _claimed(path: Path) -> tuple[Path, int | None]:
             room.mkdir()
         except FileExistsError:  # of another thread, or of a process of the same number on another machine
             continue
-        if fcntl is None:
+        if not _LOCKS:
             break
         with suppress(FileNotFoundError):
             held = os.open(room, os.O_RDONLY)
@@ -180,7 +181,7 @@ def _claimed(path: Path) -> tuple[Path, int | None]:
 
 def _lock(held: int, *, unsure: bool = True) -> bool:
     """Whether what is open is ours now; what to say where nothing can be locked is given."""
-    if fcntl is None:
+    if not _LOCKS:
         return unsure
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,8 +218,13 @@ def _flush(path: Path) -> None:
 def _put(part: Path, folder: Path) -> None:
     """Move a folder to its place; what is there, if anything, goes to where it came from."""
     if not folder.is_dir():
-        part.replace(folder)
-    elif not _exchanged(part, folder):  # then there is a moment without either
+        try:
+            part.replace(folder)
+            return
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    if not _exchanged(part, folder):  # then there is a moment without either
         old = part.with_name(_OLD)
         folder.replace(old)
         try:

@@ -35,6 +35,9 @@ def weather(tmp_path: Path) -> Path:
     return tmp_path
 
 
+ONCE = ("--epochs", "1")  # where nothing has to be learnt
+
+
 def command(data: Path, out: Path, *more: str) -> list[str]:
     rows = [word for row in ("softmax", "as-softmax", "as-skip") for word in ("--row", row)]
     few = ["--epochs", "4", "--batch-size", "8", "--learning-rate", "1e-2"]
@@ -64,7 +67,7 @@ def test_compare_writes_every_run_a_record_and_a_table(weather: Path, tmp_path: 
 
 def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "weather"
-    assert CliRunner().invoke(app, command(weather, out)).exit_code == 0
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
     files = sorted(out.with_suffix(".runs").iterdir())
     assert len(files) == 6
     before = [file.read_bytes() for file in files]
@@ -77,18 +80,18 @@ def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monke
         return real(job)
 
     monkeypatch.setattr(compare, "run_job", counted)
-    assert CliRunner().invoke(app, command(weather, out)).exit_code == 0
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
     assert len(made) == 1
     again = [json.loads(file.read_text()) for file in sorted(out.with_suffix(".runs").iterdir())]
     assert again[0]["test"] == json.loads(before[0])["test"]  # the same seed, the same answer
     made.clear()
-    assert CliRunner().invoke(app, command(weather, out, "--delta", "0.2")).exit_code == 0
+    assert CliRunner().invoke(app, command(weather, out, *ONCE, "--delta", "0.2")).exit_code == 0
     assert len(made) == 6  # other settings are other runs
 
 
 def test_an_error_is_one_line_and_keeps_the_runs(weather: Path, tmp_path: Path) -> None:
     out = tmp_path / "weather"
-    assert CliRunner().invoke(app, command(weather, out)).exit_code == 0
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
     done = CliRunner().invoke(app, command(weather / "nowhere.csv", out))
     assert done.exit_code == 1
     assert done.stderr.startswith("softsieve: ")
@@ -110,7 +113,7 @@ def test_the_table_is_made_of_the_runs_that_did_not_fail(
         return real(job)
 
     monkeypatch.setattr(compare, "run_job", failing)
-    done = CliRunner().invoke(app, command(weather, tmp_path / "v1.2"))
+    done = CliRunner().invoke(app, command(weather, tmp_path / "v1.2", *ONCE))
     assert done.exit_code == 1
     assert "2 of 6 runs failed" in done.stderr
     assert sorted(path.name for path in tmp_path.glob("v1.2*")) == ["v1.2.json", "v1.2.md", "v1.2.runs"]

@@ -62,10 +62,19 @@ def make_run() -> MakeRun:
         **settings: Any,
     ) -> Path:
         folder.mkdir(parents=True)
-        told = {"data": "letters", "kind": "image", "model": "built-in", "parameters": 1234, "classes": 6}
+        told: dict[str, Any] = {
+            "data": "letters",
+            "kind": "image",
+            "model": "built-in",
+            "parameters": 1234,
+            "classes": 6,
+        }
         told |= {"rows": {"train": 100, "test": 50}, "labels": list("abcdef"), "loss": "as-softmax", "delta": 0.1}
         told |= {"skip": "no", "speed_steps": 1, "metric": "accuracy", "seed": seed} | settings
-        result = {"validation": {"accuracy": accuracy, "loss": 0.5}, "test": {"accuracy": accuracy, "loss": 0.4}}
+        result: dict[str, Any] = {
+            "validation": {"accuracy": accuracy, "loss": 0.5},
+            "test": {"accuracy": accuracy, "loss": 0.4},
+        }
         result |= {"steps": 30, "best_step": 20, "trained": 90, "screened": 10, "seconds": 2.0}
         record = {"suite": "train", "settings": told, "provenance": PROVENANCE, "results": [result]}
         (folder / "run.json").write_text(json.dumps(record))

@@ -43,8 +43,8 @@ def test_runs_are_found_wherever_they_are_and_once(tmp_path: Path, make_run: Mak
     (second / "model" / "config.json").write_text('{"suite": "not ours"}')
     (tmp_path / "runs" / "other.json").write_text("[1, 2]")  # not a record: passed over in a folder
     found = read_all([tmp_path / "runs", first, second / "run.json", record])
-    assert [run.record.path for run in found.runs] == [second / "run.json", first / "run.json"]
-    assert [run.record.name for run in found.runs] == ["runs/two", "runs/a/b/one"]
+    assert [run.record.path for run in found.runs] == [first / "run.json", second / "run.json"]
+    assert [run.record.name for run in found.runs] == ["runs/a/b/one", "runs/two"]
     assert [kept.path for kept in found.records] == [record]
 
 
@@ -150,8 +150,15 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("suite", "missing"),
-    [("head-bench", "success"), ("head-scaling", "d"), ("head-gpu", "us"), ("losses", "peak_mb"), ("linear", "ms")]
-    + [("generate", "head"), ("perplexity", "ratio")],
+    [
+        ("head-bench", "success"),
+        ("head-scaling", "d"),
+        ("head-gpu", "us"),
+        ("losses", "peak_mb"),
+        ("linear", "ms"),
+        ("generate", "head"),
+        ("perplexity", "ratio"),
+    ],
 )
 def test_a_record_without_what_is_drawn_is_refused(tmp_path: Path, suite: str, missing: str) -> None:
     real = [ROOT / "benchmarks" / "results", ROOT / "docs" / "results"]
@@ -226,15 +233,26 @@ def test_a_page_that_fails_half_way_leaves_the_old_one(
     assert list(out.parent.iterdir()) == [out]
 
 
+class Without:
+    """Finds nothing, and says so of one package."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @pytest.mark.parametrize("name", ["plotly", "jinja2"])
 def test_a_missing_package_is_named_with_the_extra(
     tmp_path: Path, make_run: MakeRun, make_logits: MakeLogits, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = make_run(tmp_path / "run", logits=make_logits())
     for loaded in list(sys.modules):
-        if loaded.startswith(f"{name}."):
+        if loaded.partition(".")[0] == name:
             monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "meta_path", [Without(name), *sys.meta_path])
     result = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path / "page.html")])
     assert result.exit_code == 1
     assert f"needs the package {name}: pip install 'softsieve[report]'" in result.stderr

@@ -10,7 +10,7 @@ import os
 import tarfile
 import warnings
 import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -34,8 +34,10 @@ from tests.rough.mutations import BYTES, JSON, LINES, NPY, SAFETENSORS, STATE, T
 class Prepared(NamedTuple):
     """Files to spoil, each with how, and how they are read and used."""
 
-    files: dict[Path, Sequence[Mutation]]
-    read: Callable[[Path], Any]  # what the one with this file says: equal if and only if they say the same; InputError for damage
+    files: Mapping[Path, Sequence[Mutation]]
+    read: Callable[
+        [Path], Any
+    ]  # what the one with this file says: equal if and only if they say the same; InputError for damage
     digests: bool = False  # whether damage of any bit must be noticed
 
 
@@ -68,7 +70,7 @@ def answers(head: AdaptiveSoftmax, x: torch.Tensor, k: int) -> Any:
         expect(isinstance(error, ValueError) or "calibrated" in str(error), repr(error))
         return str(error)
     expect(bool(found.probs.isfinite().all()), "probabilities that are not finite")
-    expect(0 <= int(found.indices.min()) and int(found.indices.max()) < len(head.weight), "rows that are not there")
+    expect(int(found.indices.min()) >= 0 and int(found.indices.max()) < len(head.weight), "rows that are not there")
     return found.indices.tolist(), found.probs.tolist()
 
 
@@ -225,13 +227,13 @@ def pretrained(folder: Path) -> Prepared:
     from softsieve.training.run import decide, load_model
 
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fine", "great", "poor", "awful"]
-    raw = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))  # noqa: S106
+    raw = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")  # noqa: S106
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")  # type: ignore[no-untyped-call]
     tokenizer.save_pretrained(str(folder / "hf"))
     sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=len(vocabulary), intermediate_size=8, max_position_embeddings=16, **sizes)
-    BertModel(config).save_pretrained(str(folder / "hf"))
+    BertModel(config).save_pretrained(str(folder / "hf"))  # type: ignore[no-untyped-call]
     examples = Examples(["fine great", "poor"], ["good", "bad"], ["1", "2"])
     task = Task.build(Data("d", "text", examples, None, None), model=str(folder / "hf"), max_length=8)
     objective, place = make_objective("softmax"), folder / "model"
@@ -244,12 +246,13 @@ def pretrained(folder: Path) -> Prepared:
         return task.labels, task.predictions(decide(task, net, rows), rows)
 
     inside = sorted((place / "pretrained").iterdir())
-    return Prepared({place / "task.json": JSON, **{path: JSON for path in inside}}, read)
+    return Prepared({place / "task.json": JSON, **dict.fromkeys(inside, JSON)}, read)
 
 
 @a_format("state of ASTrainer")
 def trainer_state(folder: Path) -> Prepared:
-    from softsieve.integrations.transformers import SAMPLER, STATE as FILE, ASTrainerMixin
+    from softsieve.integrations.transformers import SAMPLER, ASTrainerMixin
+    from softsieve.integrations.transformers import STATE as FILE
     from softsieve.training.checkpoint import save_tensors
     from softsieve.training.sampler import SolvedSampler
     from softsieve.training.speed import ASSpeed
@@ -287,7 +290,9 @@ def log(folder: Path) -> Prepared:
         found = _whole_lines(path)
         for line in found:
             for name, value in line.items():
-                expect(isinstance(value, str) if name == "kind" else isinstance(value, int | float), f"{name}: {value!r}")
+                expect(
+                    isinstance(value, str) if name == "kind" else isinstance(value, int | float), f"{name}: {value!r}"
+                )
         return [sorted(line.items()) for line in found]
 
     return Prepared({path: LINES}, read)
@@ -331,7 +336,9 @@ def runs(folder: Path) -> Prepared:
             "parameters": 10,
             "test": {"accuracy": 0.5},
             "validation": {"accuracy": 0.5},
-            **dict.fromkeys(("seconds", "evaluation_seconds", "steps", "best_step", "trained_rows", "screened_rows"), 3),
+            **dict.fromkeys(
+                ("seconds", "evaluation_seconds", "steps", "best_step", "trained_rows", "screened_rows"), 3
+            ),
             "solved": [0.1],
             "settings": job.settings.asdict(),
             "max_length": 128,
@@ -346,7 +353,7 @@ def runs(folder: Path) -> Prepared:
         found = [run for _, run in compare.run_all(jobs, place)]
         return compare.summarise(found), compare.markdown(found, "softsieve compare"), json.dumps(found)
 
-    return Prepared({path: JSON for path in place.iterdir()}, read)
+    return Prepared(dict.fromkeys(place.iterdir(), JSON), read)
 
 
 @a_format("run of a report")
@@ -393,7 +400,12 @@ def data_from(path: Path, how: Sequence[Mutation], **options: Any) -> Prepared:
         data = read_data(path, **options)
         task = Task.build(data, max_length=16)
         rows = [task.rows(part) for part in (data.train, data.validation) if part is not None]
-        return data.kind, task.labels, [(tuple(r.target.shape), str(r.target.tolist())) for r in rows], str(data.train[0])
+        return (
+            data.kind,
+            task.labels,
+            [(tuple(r.target.shape), str(r.target.tolist())) for r in rows],
+            str(data.train[0]),
+        )
 
     return Prepared({path: how}, read)
 
@@ -425,7 +437,9 @@ def tsv(folder: Path) -> Prepared:
 
 @a_format("JSONL")
 def jsonl(folder: Path) -> Prepared:
-    rows = [{"text": text, "labels": [label, "all"], "more": {"n": number}} for number, (text, label) in enumerate(TEXTS)]
+    rows = [
+        {"text": text, "labels": [label, "all"], "more": {"n": number}} for number, (text, label) in enumerate(TEXTS)
+    ]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return data_from(folder / "a.jsonl", LINES)
 
@@ -453,7 +467,9 @@ def saved_dataset(folder: Path) -> Prepared:
 
     datasets.disable_progress_bars()
     texts, labels = [list(some) for some in zip(*TEXTS, strict=True)]
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=sorted(set(labels)))})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=sorted(set(labels)))}
+    )
     rows = {"text": texts, "label": [sorted(set(labels)).index(label) for label in labels]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "set"))
     prepared = data_from(folder / "set", BYTES)
@@ -471,7 +487,7 @@ def images(folder: Path) -> Prepared:
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 255, (9, 9, 3), np.uint8)).save(place / f"{number}.{end}")
     prepared = data_from(folder / "set", BYTES)
-    return prepared._replace(files={path: BYTES for path in sorted((folder / "set").rglob("*.*"))})
+    return prepared._replace(files=dict.fromkeys(sorted((folder / "set").rglob("*.*")), BYTES))
 
 
 @a_format("sounds", slow=2)
@@ -484,7 +500,7 @@ def sounds(folder: Path) -> Prepared:
         place.mkdir(parents=True, exist_ok=True)
         soundfile.write(place / f"{number}.{end}", draw.normal(size=400) * 0.1, 8000)
     prepared = data_from(folder / "set", BYTES)
-    return prepared._replace(files={path: BYTES for path in sorted((folder / "set").rglob("*.*"))})
+    return prepared._replace(files=dict.fromkeys(sorted((folder / "set").rglob("*.*")), BYTES))
 
 
 def repacked(how: Sequence[Mutation], unpack: Callable[[bytes], bytes], pack: Callable[[bytes], bytes]) -> Mutation:
@@ -501,7 +517,11 @@ def presets(folder: Path) -> Prepared:
     from softsieve.tasks.presets import load_preset
 
     os.chdir(folder)
-    content = {name: [["hello there", "greet"], ["bye", "leave"]] for part in ("train", "val", "test") for name in (part, f"oos_{part}")}
+    content = {
+        name: [["hello there", "greet"], ["bye", "leave"]]
+        for part in ("train", "val", "test")
+        for name in (part, f"oos_{part}")
+    }
     for name in ("clinc150", "mnist", "fsdd"):
         (folder / name).mkdir()
     clinc = folder / "clinc150" / "data_full.json.gz"
@@ -541,4 +561,5 @@ def presets(folder: Path) -> Prepared:
 
 def small() -> None:
     """Tables of hashed words so small that making a model takes no time."""
-    models.BUCKETS = encode.BUCKETS = 64
+    for module in (models, encode):
+        vars(module)["BUCKETS"] = 64

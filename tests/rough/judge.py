@@ -17,13 +17,20 @@ from typing import Any
 
 LIMIT = 20  # seconds that a file may take, before the process is ended
 ROOM = 3 * 2**30  # bytes of address space beyond what the process has when it begins
-SIGNED = ("hostile_metadata", "reshaped", "revalued", "hostile_state", "hostile_json_in_header")  # digests are right
+SIGNED = (
+    "unlabelled",
+    "hostile_metadata",
+    "reshaped",
+    "revalued",
+    "hostile_state",
+    "hostile_json_in_header",
+)  # digests are right
 
 
-def spoil(content: bytes, how: Any, others: list[bytes], random: Random) -> tuple[str, bytes]:
-    """The name of a mutation, and what it makes of a file."""
-    if random.random() < 0.01:
-        return "foreign", random.choice(others)
+def spoil(content: bytes, how: Any, other: bytes | None, random: Random) -> tuple[str, bytes]:
+    """The name of a mutation, and what it makes of a file; or a file of another kind."""
+    if other is not None:
+        return "foreign", other
     mutation = random.choice(how)
     return mutation.__name__, mutation(content, random)
 
@@ -48,14 +55,16 @@ def judge(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
     random = Random(seed)
-    others = foreign(folder / "marker")
     whole = {path: path.read_bytes() for path in prepared.files}
+    others = foreign(folder / "marker") * min(len(whole), 4)
     progress = os.open(folder / "progress", os.O_RDWR | os.O_CREAT)
     found: Counter[str] = Counter()
     wrong: list[str] = []
+    began = time.process_time()
     for number in range(count):
         path = random.choice(list(whole))
-        kind, content = spoil(whole[path], prepared.files[path], others, random)
+        other = others[number] if number < len(others) else None
+        kind, content = spoil(whole[path], prepared.files[path], other, random)
         os.pwrite(progress, f"{number} {path.name} {kind}\n".ljust(100).encode(), 0)
         path.write_bytes(content)
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
@@ -83,12 +92,12 @@ def judge(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
         wrong.append("code in a file was run")
     if {path: prepared.read(path) for path in prepared.files} != before:
         wrong.append("after all that, whole files say something else")
-    return {"found": dict(found), "wrong": wrong}
+    taken = (time.process_time() - began) / count
+    return {"found": dict(found), "wrong": wrong, "milliseconds": round(1000 * taken, 2)}
 
 
 def main(folder: Path, counts: dict[str, int]) -> None:
     """Judge formats one after the other, each in a process of its own, which is forked to save the imports."""
-    import softsieve.training.run
     import tests.rough.formats  # noqa: F401
 
     results: dict[str, Any] = {}

@@ -66,7 +66,18 @@ def _span(content: bytes, random: Random) -> tuple[int, int]:
     return start, random.randrange(1, min(len(content) - start, 2 ** random.randrange(1, 12)) + 1)
 
 
-BYTES: tuple[Mutation, ...] = (truncated, truncated, flipped, flipped, flipped, overwritten, deleted, doubled, moved, extended)
+BYTES: tuple[Mutation, ...] = (
+    truncated,
+    truncated,
+    flipped,
+    flipped,
+    flipped,
+    overwritten,
+    deleted,
+    doubled,
+    moved,
+    extended,
+)
 
 
 # -- another kind of file ----------------------------------------------------------------------------------------------
@@ -257,7 +268,14 @@ def hostile_header(content: bytes, random: Random) -> bytes:
     elif kind == 5:
         tensor["shape"] = [2**32, 2**32] if random.random() < 0.5 else tensor["shape"][::-1]
     else:
-        header[random.choice(("weight", "extra", "__metadata__", ""))] = random.choice((tensor, {}, [], "x", 5))
+        header[random.choice(("weight", "extra", ""))] = random.choice((tensor, {}, [], "x", 5))
+    return put_together(header, data)
+
+
+def unlabelled(content: bytes, random: Random) -> bytes:
+    """Without metadata, as other tools write such files, or with metadata that cannot be."""
+    header, data = taken_apart(content)
+    header["__metadata__"] = random.choice(({}, {}, {"a": "b"}, [], "x", 5, None, {"a": 5}))
     return put_together(header, data)
 
 
@@ -338,6 +356,7 @@ SAFETENSORS: tuple[Mutation, ...] = (
     *BYTES,
     hostile_header,
     hostile_header,
+    unlabelled,
     hostile_json_in_header,
     hostile_metadata,
     hostile_metadata,
@@ -373,10 +392,53 @@ def _npy_header(dtype: str, shape: str, order: str = "False") -> bytes:
 
 
 def hostile_npy(content: bytes, random: Random) -> bytes:
-    dtypes = ("'<f4'", "'>f4'", "'<f8'", "'<f2'", "'<i8'", "'|b1'", "'<c8'", "'<U4'", "'|S8'", "'|V4'", "'<M8[s]'", "'|O'")
-    dtypes += ("[('a', '<f4'), ('b', '|O')]", "5", "None", "'x'", "'<f4'*9", "__import__('os')", "(" * 300, "'<f16'")
-    shapes = ("()", "(0,)", "(0, 5)", "(-1,)", "(20, -5)", "(2**63,)", "(9223372036854775807, 5)", "(18446744073709551616,)")
-    shapes += ("(4294967296, 4294967296)", "(100,)", "(5, 20)", "(20, 5, 1)", "[20, 5]", "('a',)", "None", "(1e9,)", "(True,)")
+    dtypes: tuple[str, ...] = (
+        "'<f4'",
+        "'>f4'",
+        "'<f8'",
+        "'<f2'",
+        "'<i8'",
+        "'|b1'",
+        "'<c8'",
+        "'<U4'",
+        "'|S8'",
+        "'|V4'",
+        "'<M8[s]'",
+        "'|O'",
+    )
+    dtypes = (
+        *dtypes,
+        "[('a', '<f4'), ('b', '|O')]",
+        "5",
+        "None",
+        "'x'",
+        "'<f4'*9",
+        "__import__('os')",
+        "(" * 300,
+        "'<f16'",
+    )
+    shapes: tuple[str, ...] = (
+        "()",
+        "(0,)",
+        "(0, 5)",
+        "(-1,)",
+        "(20, -5)",
+        "(2**63,)",
+        "(9223372036854775807, 5)",
+        "(18446744073709551616,)",
+    )
+    shapes = (
+        *shapes,
+        "(4294967296, 4294967296)",
+        "(100,)",
+        "(5, 20)",
+        "(20, 5, 1)",
+        "[20, 5]",
+        "('a',)",
+        "None",
+        "(1e9,)",
+        "(True,)",
+    )
     version = random.choice((b"\x01\x00", b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x04\x00", b"\x00\x00", b"\xff\xff"))
     order = random.choice(("False", "True", "None", "3"))
     header = _npy_header(random.choice(dtypes), random.choice(shapes), order)
@@ -390,8 +452,25 @@ NPY: tuple[Mutation, ...] = (*BYTES, *[hostile_npy] * 6)
 
 # -- tables of text ----------------------------------------------------------------------------------------------------
 
-CELLS = ("", " ", '"', '""', "'", ",", "\t", "|", "\0", "\ufeff", "\x1a", "\r", "nan", "1e999", "-1", "9" * 5000)
-CELLS += ("x" * 200_000, "\u2028", "\U0001f600", "=1+1", "null", "[]", "{}", "# a", "-DOCSTART-", "\\", "\x85")
+CELLS: tuple[str, ...] = (
+    "",
+    " ",
+    '"',
+    '""',
+    "'",
+    ",",
+    "\t",
+    "|",
+    "\0",
+    "\ufeff",
+    "\x1a",
+    "\r",
+    "nan",
+    "1e999",
+    "-1",
+    "9" * 5000,
+)
+CELLS = (*CELLS, "x" * 200_000, "\u2028", "\U0001f600", "=1+1", "null", "[]", "{}", "# a", "-DOCSTART-", "\\", "\x85")
 
 
 def patched(content: bytes, random: Random) -> bytes:

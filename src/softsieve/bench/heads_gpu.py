@@ -83,7 +83,7 @@ def measure(
                     engine.tiers[fit.first] if ours else 0,  # type: ignore[union-attr]
                     engine.tiers[fit.tier] if ours and fit.tier >= 0 else 0,  # type: ignore[union-attr]
                     fit.width if ours else 0.0, float(asked.survivors.double().mean()) if ours else float(n),
-                    auto._method(k, batch),
+                    "exact" if auto._cascading(k, batch) is None else "cascade",
                 )
             )  # fmt: skip
     return results

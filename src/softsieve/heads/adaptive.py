@@ -687,7 +687,9 @@ class AdaptiveSoftmax:
         try:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise ValueError(f"device: expected one that torch can use, found {device!r}: {first_line(error)}") from error
+            raise ValueError(
+                f"device: expected one that torch can use, found {device!r}: {first_line(error)}"
+            ) from error
         tensors, settings = self._content()
         return type(self)._from_content({name: value.to(device) for name, value in tensors.items()}, settings)
 

@@ -61,6 +61,6 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("settings are no object")
     except InputError:
         raise
-    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
+    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {first_line(error)}") from error
     return tensors, settings

@@ -86,7 +86,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         _digests.check(path, digests, {**tensors, **_named(notes)})
     except InputError:
         raise
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
     version = notes.get("format_version")
     if version == FORMAT and not digests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -85,10 +86,10 @@ def read_queries(
                     f"{path}: expected tensors NAME.{part} or a single matrix, found {listed(file.keys())}"
                 )
         for name in names:
-            rows = _read(path, file, name)
-            if rows.ndim != 2:
-                raise InputError(f"{path}: {name}: expected a matrix (N, d), found shape {tuple(rows.shape)}")
-            yield rows[start :: abs(step)]
+            found = _read(path, file, name)
+            if found.ndim != 2:
+                raise InputError(f"{path}: {name}: expected a matrix (N, d), found shape {tuple(found.shape)}")
+            yield found[start :: abs(step)]
 
 
 def _opened(path: Path) -> safe_open:
@@ -102,7 +103,7 @@ def _opened(path: Path) -> safe_open:
         raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
 
 
-def _read(path: Path, file: safe_open, name: str) -> Tensor:
+def _read(path: Path, file: Any, name: str) -> Tensor:
     try:
         found: Tensor = file.get_tensor(name)
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from softsieve.report.figures import MOST, Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import average
 from softsieve.report.page import Block, Figure, Part, Section, Table
 from softsieve.report.read import Record, expect, is_number
-from softsieve.report.words import Best, cell, number, short, spoken
+from softsieve.report.words import Best, cell, number, sentence, short, spoken
 
 Row = Mapping[str, Any]
 
@@ -66,7 +66,7 @@ def _about(runs: Sequence[Row]) -> str:
         f"{spoken(name)} {cell(settings.get(name))}" for name in ("epochs", "batch_size", "learning_rate", "delta")
     ]
     text = "; ".join(said)
-    return text[:1].upper() + text[1:] + "."
+    return sentence(text) + "."
 
 
 def _table(task: str, lines: Sequence[Row]) -> Table:
@@ -158,7 +158,7 @@ def _against_time(task: str, lines: Sequence[Row]) -> Figure:
     fastest = min(lines, key=lambda line: line["seconds"])
     left = f" The {len(traces)} with the best {metric} are drawn." if len(traces) < len(lines) else ""
     return Figure(
-        title=f"{metric} against time".capitalize().replace("f1", "F1"),
+        title=sentence(f"{metric} against time"),
         caption=f"Up is better, left is faster. Least time: {_name(fastest)}, {fastest['seconds']:.1f} s, with "
         f"{100 * fastest['mean']:.2f} %.{left}",
         plot=plot([Panel(traces)], Axis("seconds, median", zero=True), Axis(f"test {metric}", suffix=" %"), height=440),

@@ -9,7 +9,7 @@ from typing import Any
 from softsieve.report.figures import Axis, Panel, Trace, plot
 from softsieve.report.page import Block, Figure, Part, Section, Table, Words
 from softsieve.report.read import Record, expect, is_number
-from softsieve.report.words import Best, cell, list_of, number, short
+from softsieve.report.words import Best, cell, list_of, number, sentence, short
 
 Row = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def _about(record: Record) -> str:
     if is_number(s.get("test_queries")):
         said.append(f"{s['test_queries']:,} queries of each text")
     text = "; ".join(said)
-    return text[:1].upper() + text[1:] + "." if text else ""
+    return sentence(text) + "." if text else ""
 
 
 def _method(row: Row) -> str:
@@ -86,7 +86,7 @@ def _points(record: Record) -> Iterator[Block]:
     head = ["method", "text", "k", "success %", "ms (20 to 80 %)", "less time", "MB read", "fewer bytes"]
     yield Table(f"{short(record.name, 60)}: one query at a time, medians", [*head, "read in full %", "index MB"], body)
     if isinstance(record.settings.get("note"), str):
-        yield Words(short(record.settings["note"]).capitalize() + ".")
+        yield Words(sentence(short(record.settings["note"])) + ".")
     yield _against(record, "ms", "time of an answer, ms", lambda row: row["ms"])
     yield _against(record, "MB", "read for an answer, MB", lambda row: row["bytes_mean"] / 1e6)
 

@@ -104,7 +104,8 @@ const softsieve = (() => {
     const width = printing ? PAPER : place.clientWidth;
     const traces = figure.data.map((trace) => paint({ ...trace }, scheme, width < 520));
     Plotly.react(place, traces, lay(figure.layout, scheme, width), config);
-    for (const svg of place.querySelectorAll("svg")) svg.setAttribute("aria-hidden", "true"); // the label says it
+    const measured = document.querySelectorAll("#js-plotly-tester"); // text, off the page
+    for (const svg of [...place.querySelectorAll("svg"), ...measured]) svg.setAttribute("aria-hidden", "true"); // the label says it
     place.style.minHeight = "";
     drawn.add(key);
   }

@@ -8,7 +8,7 @@ from softsieve.report.figures import MOST, Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import Curve, Line, curve, data_sets
 from softsieve.report.page import Block, Figure, Part, Section, Table, Words
 from softsieve.report.read import Run
-from softsieve.report.words import Best, cell, count, deviation, list_of, mean, number, short, spoken, spread
+from softsieve.report.words import Best, cell, count, deviation, list_of, mean, number, sentence, short, spoken, spread
 
 _POINTS = 12  # of a curve in its table
 
@@ -46,7 +46,7 @@ def _about(lines: Sequence[Line]) -> str:
         if len(values) == 1 and next(iter(values)):
             said.append(f"{spoken(name)} {next(iter(values))}")
     text = "; ".join(filter(None, said))
-    return text[:1].upper() + text[1:] + "."
+    return sentence(text) + "."
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _scores(data: str, lines: Sequence[Line], part: str, metric: str) -> Figure:
     order = sorted(range(len(lines)), key=lambda i: -means[i])
     top, low = lines[order[0]].label, lines[order[-1]].label
     return Figure(
-        title=f"{part} {spoken(metric)}".capitalize().replace("f1", "F1"),
+        title=sentence(f"{part} {spoken(metric)}"),
         caption=f"Highest: {top}, {means[order[0]]:.2f}{unit}; lowest: {low}, {means[order[-1]]:.2f}{unit}. "
         "Bars reach one standard deviation over seeds to each side; where they overlap, a difference may be chance.",
         plot=dots([line.label for line in lines], means, errors, Axis(f"{part} {spoken(metric)}", suffix=unit)),
@@ -183,7 +183,7 @@ def _against_time(data: str, lines: Sequence[Line], part: str, metric: str) -> F
     ]
     fastest = min(timed, key=lambda line: mean(line.figures("seconds")))
     return Figure(
-        title=f"{spoken(metric)} against time".capitalize().replace("f1", "F1"),
+        title=sentence(f"{spoken(metric)} against time"),
         caption="Up is better, left is faster. Least time: "
         f"{fastest.label}, {mean(fastest.figures('seconds')):.1f} s. Times compare only between runs on one machine.",
         plot=plot(
@@ -234,7 +234,7 @@ def _curve_figure(data: str, curves: Sequence[Curve], kind: str, name: str, word
     more = f", and {len(curves) - 4} more" if len(curves) > 4 else ""
     band = " Bands: one standard deviation over seeds." if any(any(c.deviation) for c in curves) else ""
     return Figure(
-        title=f"{what} over training".capitalize().replace("f1", "F1"),
+        title=sentence(f"{what} over training"),
         caption=f"{ends}{more}. {words}{band}",
         plot=plot([Panel(traces)], Axis("training done", suffix=" %"), Axis(what, suffix=unit, zero=name == "solved")),
         data=_curve_table(f"{what}{unit} over training on {short(data, 60)}", curves, scale),

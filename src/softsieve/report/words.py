@@ -102,6 +102,16 @@ def spoken(name: str) -> str:
     return name.replace("_", " ").replace("f1", "F1")
 
 
+def sentence(text: str) -> str:
+    """With a capital first letter, and the others as they are.
+
+    Example:
+        >>> sentence("test macro F1")
+        'Test macro F1'
+    """
+    return text[:1].upper() + text[1:]
+
+
 def count(n: int, one: str, more: str = "") -> str:
     """So many of a thing.
 

@@ -95,7 +95,7 @@ class PretrainedEncoder(Encoder):
         if not isinstance(longest, int | float) or longest < 1:
             raise InputError(f"{place}: model_max_length: expected a number of tokens, found {shown(longest)}")
         longest = longest if longest < 2**20 else positions
-        return cls(min(max_length, longest), tokenizer, config, per_word, source)
+        return cls(int(min(max_length, longest)), tokenizer, config, per_word, source)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and configuration, so that `load` needs no hub."""
