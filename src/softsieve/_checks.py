@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
     """``value`` as a float, refused unless it is a real number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
         raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
-    if isinstance(value, numbers.Rational) and abs(value) > 10**308:  # an int may be larger than any float
+    if isinstance(value, int | Fraction) and not -(10**308) <= value <= 10**308:  # an int may be larger than any float
         raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found one beyond 1e308")
     found = float(value)
     if not low <= found <= high:  # also refuses NaN
@@ -95,6 +96,16 @@ def row_numbers(name: str, value: object, count: int) -> Tensor:
     if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < count):
         raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(found.min())} to {int(found.max())}")
     return found
+
+
+def generator(value: torch.Generator | None, device: torch.device | None = None) -> None:
+    """Refuse what is no generator, or one of another device than that on which is drawn."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator, found {type(value).__name__}")
+    if device is not None and value.device.type != device.type:
+        raise ValueError(f"generator: expected one of {device.type}, where is drawn, found one of {value.device.type}")
 
 
 def in_memory(name: str, value: Tensor) -> None:

@@ -212,7 +212,8 @@ def test_a_head_that_answers_something_else_is_noticed(monkeypatch: pytest.Monke
 
 def test_a_file_that_changes_a_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(path: Path) -> softsieve.AdaptiveSoftmax:
-        return _probes._head("coordinates", "cpu")[0]
+        head: softsieve.AdaptiveSoftmax = _probes._head("coordinates", "cpu")[0]
+        return head
 
     monkeypatch.setattr(softsieve.AdaptiveSoftmax, "load", other)
     assert _probes.attempt(_probes.probes()["adaptive head saved and loaded, cpu"])["state"] == "broken"

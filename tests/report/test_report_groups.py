@@ -136,3 +136,33 @@ def test_many_runs_make_few_figures(tmp_path: Path, make_run: MakeRun) -> None:
     assert len(blocks[0].rows) == 14  # type: ignore[union-attr]
     loss = next(figure for figure in figures if figure.title == "Training loss over training")  # type: ignore[union-attr]
     assert sum(trace["showlegend"] for trace in loss.plot["data"]) == 12  # type: ignore[union-attr]
+
+
+def test_the_gist_says_what_is_best_and_by_how_little(tmp_path: Path, make_run: MakeRun) -> None:
+    scores = {"as-softmax": (0.90, 0.94), "softmax": (0.90, 0.93), "sparsemax": (0.5, 0.5)}
+    for loss, values in scores.items():
+        for seed, accuracy in enumerate(values):
+            make_run(tmp_path / f"{loss}-{seed}", loss=loss, seed=seed, accuracy=accuracy)
+    (said,) = sections(read_all([tmp_path]))[0].glance
+    assert said == (
+        "letters: AS-Softmax, delta 0.1 has the best test accuracy, 92.00 ± 2.83 %; softmax has 91.50 ± 2.12 %, "
+        "a difference within one deviation."
+    )
+
+
+def test_what_was_run_is_said_with_commit_machine_and_date(tmp_path: Path, make_run: MakeRun) -> None:
+    make_run(tmp_path / "a")
+    late = make_run(tmp_path / "b", seed=1) / "run.json"
+    late.write_text(late.read_text().replace("T02:00", "T05:30").replace('"modified": false', '"modified": true'))
+    table, folded = sections(read_all([tmp_path]))[-1].blocks
+    assert list(table.rows[0]) == [  # type: ignore[union-attr]
+        "letters: AS-Softmax, delta 0.1",
+        "training, 2 runs",
+        "2026-11-16 02:00 to 05:30",
+        "0123456789 and 0123456789, modified",
+        "a processor, 2 threads",
+        "2.13.0",
+    ]
+    told = {row[0]: row[1] for row in folded.blocks[0].rows}  # type: ignore[union-attr]
+    assert (told["seed"], told["rows"], told["metric"]) == ("0 and 1", "train 100, test 50", "accuracy")
+    assert told["version of python"] == "3.11.7"

@@ -18,7 +18,8 @@ from softsieve.report import write_report
 from softsieve.report.colours import SCHEMES
 from softsieve.report.explorer import SHOWN, STEPS, kept_from, payload
 from softsieve.report.page import LONGEST, Table, as_json
-from softsieve.report.read import Logits
+from softsieve.report.read import Logits, read_all
+from softsieve.report.sections import sections
 from tests.report.conftest import MakeLogits, MakeRun
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,22 @@ def test_many_classes_are_shown_by_rank(make_logits: MakeLogits) -> None:
     assert [len(row) for row in few["p"]] == [5] * 9
 
 
+def test_one_class_has_no_rivals() -> None:
+    shown = payload("run", Logits(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64), "test"), ["a"], 0.1)
+    assert (shown["rivals"], shown["masked"][10], shown["solved"][10]) == (0, 0, 3)
+
+
+def test_no_more_runs_than_a_list_can_hold(
+    tmp_path: Path, make_run: MakeRun, make_logits: MakeLogits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softsieve.report.explorer.MOST", 2)
+    for seed in range(4):
+        make_run(tmp_path / str(seed), seed=seed, logits=make_logits(rows=2))
+    section = sections(read_all([tmp_path]))[1]
+    assert len(section.blocks[0].runs) == 2  # type: ignore[union-attr]
+    assert "The first 2 of 4 runs" in section.how
+
+
 def test_rows_stand_by_margin(make_logits: MakeLogits) -> None:
     shown = payload("run", Logits(*make_logits(rows=60), "test"), list("abcdef"), 0.1)
     assert shown["until"] == sorted(shown["until"], reverse=True)
@@ -203,3 +220,21 @@ def test_rows_stand_by_margin(make_logits: MakeLogits) -> None:
     for row, label in zip(shown["p"], shown["target"], strict=True):
         margins.append(row[label] - max(value for j, value in enumerate(row) if j != label))
     assert all(after <= before + 2e-4 for before, after in pairwise(margins))
+
+
+def test_numbers_stand_flush_right_and_words_do_not() -> None:
+    rows = [
+        [
+            "a",
+            "1,234",
+            "94.11 ± 2.04",
+            "3 of 4",
+            "1.00x",
+            "2026-11-16 02:00",
+            "2.13.0+cpu",
+            "0123456789"[:4] + "ab",
+            "",
+        ],
+        ["b", "-0.5", "9.87 (9.6 to 10)", "", "2e-05", "2026-11-17 02:00", "2.11.0", "77fe", "no"],
+    ]
+    assert Table("t", list("abcdefghi"), rows).numeric == [False, True, True, True, True, False, False, False, False]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from softsieve.cli import app
 from softsieve.errors import InputError
 from softsieve.report import write_report
 from softsieve.report.read import read_all
+from softsieve.report.sections import sections
 from tests.report.conftest import MakeLogits, MakeRun
 
 ROOT = Path(__file__).parents[2]
@@ -257,3 +260,34 @@ def test_a_missing_package_is_named_with_the_extra(
     assert result.exit_code == 1
     assert f"needs the package {name}: pip install 'softsieve[report]'" in result.stderr
     assert not (tmp_path / "page.html").exists()
+
+
+# -- odd values --------------------------------------------------------------------------------------------------------
+
+ODD: tuple[Any, ...] = (None, True, "x", "", -1, 0, 1e-12, 1e300, [], {}, [1, "a"], {"a": [1]}, 2**60, "<b>" * 200)
+
+
+def _places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [way, *(place for key, part in inner for place in _places(part, (*way, key)))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_odd_values_are_shown_or_refused_but_never_a_crash(tmp_path: Path, make_run: MakeRun, seed: int) -> None:
+    draw = random.Random(seed)
+    records = [make_run(tmp_path / "run") / "run.json"]
+    records += [ROOT / "docs" / "results" / name for name in ("multilabel.json", "cascade/tight.json")]
+    records += [ROOT / "docs" / "results" / "generate" / "generate-gemma3.json"]
+    records += [ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("losses-cpu", "head-h200-smollm2")]
+    for path in records:
+        told = json.loads(path.read_text())
+        told["results"] = [*told["results"][:3], *told["results"][-1:]] if len(told["results"]) > 4 else told["results"]
+        for _ in range(2):
+            *way, last = draw.choice(_places(told)[1:])
+            place = told
+            for key in way:
+                place = place[key]
+            place[last] = draw.choice(ODD)
+        (tmp_path / "odd.json").write_text(json.dumps(told))
+        with suppress(InputError):
+            sections(read_all([tmp_path / "odd.json"]))

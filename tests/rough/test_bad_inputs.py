@@ -146,7 +146,6 @@ def _tensors(like: Tensor, huge: float = 3e38) -> Iterator[Any]:
         yield like.to_sparse()
     yield like.repeat_interleave(2, -1)[..., ::2]  # of another stride
     yield like.expand(2, *like.shape)
-    yield torch.empty_like(like).set_(like) if like.is_contiguous() else like
     if like.is_floating_point():
         for value in (math.nan, math.inf, -math.inf, huge, -huge, 0.0, 1e-45):
             wrong = like.clone()
@@ -319,8 +318,16 @@ def _saved(path: Any) -> None:
             entry.unlink()
 
 
-def _sampler(call: Callable[[SolvedSampler, Any], Any]) -> Callable[..., Any]:
+def _sampler(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **args: call(SolvedSampler(N), **args)
+
+
+@cache
+def _table() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "reviews.csv"
+    path.write_text("text,label\n" + "".join(f"film {i},{'ab'[i % 2]}\n" for i in range(20)))
+    return path
 
 
 HEADS: dict[str, Entry] = {}
@@ -517,7 +524,7 @@ ENTRIES: dict[str, Entry] = {
     **{
         f"make_objective, {name}": Entry(
             lambda logits, target, objective=name, **args: make_objective(objective, **args)(logits, target),
-            lambda name=name: _logits(),
+            _logits,
             {**LOGITS, "reduction": "choice", "ignore_index": "whole", **more},
         )
         for name, more in {
@@ -650,14 +657,6 @@ EXEMPT = {
 
 def _imported(name: str) -> Any:
     return importlib.import_module(f"softsieve.integrations.{name}")
-
-
-@cache
-def _table() -> Path:
-    folder = Path(tempfile.mkdtemp())
-    path = folder / "reviews.csv"
-    path.write_text("text,label\n" + "".join(f"film {i},{'ab'[i % 2]}\n" for i in range(20)))
-    return path
 
 
 # -- what may come of it -----------------------------------------------------------------------------------------------

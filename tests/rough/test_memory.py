@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def loss_loop(watch: Watch) -> None:
             loss, stats = as_cross_entropy(model(x), y, return_stats=True)
             sampler.update(index, stats.solved)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -111,7 +112,7 @@ def linear_loop(watch: Watch) -> None:
         hidden = torch.randn(rows, 16, generator=g, requires_grad=True)
         loss, stats = linear_as_cross_entropy(hidden, weight, torch.arange(rows), return_stats=True)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert stats.kept.sum() > 0
 
@@ -129,7 +130,7 @@ def trainer_loop(watch: Watch) -> None:
                 raise Over
             return super().forward(features)
 
-    settings = {"epochs": 1000, "skip": "solved", "logging_steps": 500, "tolerance": 0.0}
+    settings: dict[str, Any] = {"epochs": 1000, "skip": "solved", "logging_steps": 500, "tolerance": 0.0}
     with suppress(Over):
         trainer(points(160, noise=0.5), model=Watched(), validation=points(40), **settings).fit(None)
 

@@ -149,7 +149,7 @@ def test_others_ask_while_one_builds_calibrates_and_saves(tmp_path: Path) -> Non
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, *found = at_once([fit, *(lambda n=number: ask(n) for number in range(THREADS - 1))])  # type: ignore[misc]
+        _, *found = at_once([fit, *(lambda n=number: ask(n) for number in range(THREADS - 1))])
     right, count, refused = (sum(numbers) for numbers in zip(*found, strict=True))
     assert right >= (1 - 2 * asked.delta) * count
     assert refused  # between an index and its first calibration there is none
@@ -163,7 +163,7 @@ def test_a_calibration_is_never_used_with_another_index(monkeypatch: pytest.Monk
     asked = head("cascade")
     true = AdaptiveSoftmax._built
     fitted_with = {id(fit): asked._cascade for fit in asked.calibrations.values()}
-    rebuilt = []
+    rebuilt: list[bool] = []
 
     def built(self: AdaptiveSoftmax, **options: Any) -> Any:
         if not rebuilt:
@@ -177,6 +177,16 @@ def test_a_calibration_is_never_used_with_another_index(monkeypatch: pytest.Monk
     fit, engine = asked._fitted(5, 1) or (None, None)
     assert rebuilt
     assert fitted_with[id(fit)] is engine
+
+
+def test_calibrations_that_another_thread_reads_do_not_change() -> None:
+    for method in ("cascade", "coordinates"):
+        asked = head(method)
+        known = asked.calibrations
+        before = list(known)
+        asked.calibrate(3 * made(200, 8), 7, generator=torch.Generator().manual_seed(0))
+        assert list(known) == before
+        assert list(asked.calibrations) == [*before, 7]
 
 
 def test_a_sampler_may_be_told_by_several_threads_one_at_a_time() -> None:
@@ -197,11 +207,14 @@ def test_a_sampler_may_be_told_by_several_threads_one_at_a_time() -> None:
 def test_threads_of_numba_that_serve_one_caller_at_a_time_are_not_shared() -> None:
     """The threading layer workqueue ends the process when two callers meet: the first questions come all at once."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch; from tests.rough import test_threads as t\n"
-        "asked = t.head('cascade'); x = 3 * t.made(40, 1); from softsieve.heads import cascade\n"
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import torch; from tests.rough import test_threads as t\n"
+        "from softsieve.heads import cascade; from numba.np.ufunc import parallel\n"
+        "asked = t.head('cascade'); x = 3 * t.made(40, 1); layer = parallel.threading_layer\n"
         "cascade.one_at_a_time.cache_clear()\n"
+        "parallel.threading_layer = lambda: (time.sleep(0.2), layer())[1]\n"  # so that all come before the first knows
+        "[lock] = set(t.at_once([cascade.one_at_a_time] * 8)); assert hasattr(lock, 'locked')\n"
         "assert t.same(t.at_once([lambda: asked.topk(x, 5)] * 8), [asked.topk(x, 5)] * 8)\n"
-        "import numba; print(numba.threading_layer())"
+        "print(layer())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parents[2])],

@@ -198,7 +198,7 @@ def test_eurosat(tmp_path: Path) -> None:
     data = load_preset("eurosat", tmp_path)
     assert data.kind == "image"
     assert [rows(part) for part in data[2:5]] == [[(b"1", "Sea")], [(b"2", "Sea")], [(b"3", "Crop")]]
-    assert data.train.where == ["Sea/Sea_1.jpg"]
+    assert [place.rpartition(":")[2] for place in data.train.where] == ["Sea/Sea_1.jpg"]
     pack(folder / "splits.tsv", table + "Sea/Sea_3.jpg\t1\tSea\tvalidation\n")
     with pytest.raises(InputError, match=r"splits\.tsv:4: no file Sea/Sea_3\.jpg in .*images\.tar\.xz"):
         load_preset("eurosat", tmp_path)
@@ -224,7 +224,8 @@ def test_fsdd(tmp_path: Path) -> None:
     data = load_preset("fsdd", tmp_path)
     assert data.kind == "audio"
     assert data.test is not None
-    assert data.test.where == [f"recordings/{digit}_theo_{i}.wav" for digit in (0, 1) for i in range(5)]
+    place = tmp_path / "fsdd" / "recordings.tar.xz"
+    assert data.test.where == [f"{place}:recordings/{digit}_theo_{i}.wav" for digit in (0, 1) for i in range(5)]
     assert data.test.labels == ["0"] * 5 + ["1"] * 5
     samples, rate = data.test.inputs[-1]
     assert (samples.dtype, rate) == (np.float32, 8000)

@@ -37,13 +37,14 @@ def compare(
     from softsieve._files import only_one
     from softsieve.cli.errors import one_line
     from softsieve.errors import InputError
-    from softsieve.experiments import compare as suite
-    from softsieve.experiments.recipes import ROWS
 
     console = Console()
     asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
+        from softsieve.experiments import compare as suite  # needs the extra train
+        from softsieve.experiments.recipes import ROWS
+
         jobs = suite.plan(
             task,
             row or list(ROWS),

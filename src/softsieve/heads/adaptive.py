@@ -173,6 +173,7 @@ class AdaptiveSoftmax:
             RuntimeError: when ``guarantee="calibrated"`` and `calibrate` was not called.
         """
         _checks.whole_number("k", k, 1, len(self.weight))
+        _checks.generator(generator, self._drawing())
         return TopK(*self._asked(x, k, generator))
 
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
@@ -192,7 +193,12 @@ class AdaptiveSoftmax:
             >>> abs(found.exp() / exact.exp() - 1).item() < 0.1
             True
         """
+        _checks.generator(generator, self._drawing())
         return LogPartition(*self._asked(x, 0, generator)[3:])
+
+    def _drawing(self) -> torch.device | None:
+        """Where coordinates are drawn, if they are."""
+        return self.weight.device if self.method == "coordinates" else None
 
     def logits(self, x: Tensor) -> Tensor:
         """All logits, (..., n): exact for the rows that a cascade reads in full, estimates elsewhere.
@@ -267,6 +273,7 @@ class AdaptiveSoftmax:
             >>> AdaptiveSoftmax(torch.eye(3)).sample(torch.tensor([0.0, 9.0, 1.0]), top_k=1).item()
             1
         """
+        _checks.generator(generator, self.weight.device)
         temperature = _checks.number("temperature", temperature, 0.0, 1e30)
         if top_k is not None:
             _checks.whole_number("top_k", top_k, 1, len(self.weight))
@@ -329,7 +336,7 @@ class AdaptiveSoftmax:
             queries: (N, d), what later queries will be like. For a cascade other ones than those of `build`; if that
                 was not called, a half of them, at random, is given to it.
             k: the one that will be asked for, or several. A cascade also answers smaller ones than a calibrated one.
-            generator: of everything that is drawn.
+            generator: of everything that is drawn; with ``"coordinates"`` of the device of the weight, else of the CPU.
             progress: told what is being done, and the share of the whole that just was.
 
         Returns:
@@ -344,6 +351,7 @@ class AdaptiveSoftmax:
         most = len(self.weight) if self.weight.is_cpu else min(len(self.weight), cascade_calibration.MOST_K)
         for one in ks:
             _checks.whole_number("k", one, 0, most if self.method != "coordinates" else len(self.weight))
+        _checks.generator(generator, self._drawing() or torch.device("cpu"))
         sample = self._queries("queries", queries)
         if self.method == "coordinates":
             found = [self._calibrate_coordinates(sample, one, generator) for one in ks]

@@ -47,7 +47,8 @@ def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | No
     """
     count = len(problem.x)
     bounds = Calibrated(problem.reader)
-    mixed = torch.randperm(count, generator=generator).to(problem.x.device)
+    where = None if generator is None else generator.device
+    mixed = torch.randperm(count, generator=generator, device=where).to(problem.x.device)
     shaping, scoring = (
         problem._replace(x=problem.x[part], turned=problem.turned[part])
         for part in (mixed[: count // 3], mixed[count // 3 :])

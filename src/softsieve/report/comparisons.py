@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from softsieve.report import plain
 from softsieve.report.figures import MOST, Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import average
 from softsieve.report.page import Block, Figure, Part, Section, Table
@@ -29,8 +30,10 @@ def section(records: Sequence[Record]) -> Section:
     parts, glance = [], []
     for record in records:
         lines = [result for result in record.results if "mean" in result]
-        runs = [result for result in record.results if "mean" not in result]
+        runs = [result for result in record.results if "mean" not in result and isinstance(result.get("row"), str)]
         expect(record, lines, words="task row metric", numbers="seeds mean deviation seconds")
+        if not lines:
+            parts.append(Part(title=short(record.name, 60), blocks=[plain.table(record)]))
         for task in dict.fromkeys(line["task"] for line in lines):
             here = [line for line in lines if line["task"] == task]
             theirs = [run for run in runs if run.get("task") == task]
@@ -105,16 +108,22 @@ def _table(task: str, lines: Sequence[Row]) -> Table:
 _COUNTS = ("steps", "trained_rows", "screened_rows")
 
 
+def _speed(line: Row) -> float | None:
+    speed = line.get("speed")
+    return speed if is_number(speed) else None
+
+
 def _gist(task: str, lines: Sequence[Row]) -> str:
     best = max(lines, key=lambda line: line["mean"])
     text = (
         f"{short(task, 60)}: {_name(best)} has the highest {spoken(best['metric'])}, "
         f"{100 * best['mean']:.2f} ± {100 * best['deviation']:.2f} %"
     )
-    quick = max(lines, key=lambda line: line.get("speed") or 0)
-    if is_number(quick.get("speed")) and quick["speed"] > 1:
+    quick = max(lines, key=lambda line: _speed(line) or 0)
+    speed = _speed(quick)
+    if speed is not None and speed > 1:
         text += (
-            f"; {_name(quick)} is fastest, {quick['speed']:.2f} times as fast as softmax, "
+            f"; {_name(quick)} is fastest, {speed:.2f} times as fast as softmax, "
             f"with {100 * quick['mean']:.2f} ± {100 * quick['deviation']:.2f} %"
         )
     return text + "."
@@ -124,7 +133,7 @@ def _blocks(task: str, lines: Sequence[Row], runs: Sequence[Row]) -> Iterator[Bl
     yield _table(task, lines)
     if len(lines) > 1:
         yield _scores(task, lines)
-        if len({line.get("side_by_side") for line in lines}) == 1:
+        if len({cell(line.get("side_by_side")) for line in lines}) == 1:
             yield _against_time(task, lines)
     yield from _solved(task, runs)
 

@@ -28,15 +28,15 @@ _ROWS = 30
 
 def section(runs: Sequence[Run]) -> Section:
     """Of all runs that left logits, at least one."""
-    payloads = []
-    for data, lines in data_sets(runs):
-        for line in lines:
-            for run in line.runs:
-                if run.logits is not None:
-                    name = f"{short(data, 40)}: {line.label}, seed {run.settings['seed']}"
-                    payloads.append(payload(name, run.logits, _labels(run), _delta(run)))
-    left = f" The first {MOST} of {len(payloads)} runs with logits are here." if len(payloads) > MOST else ""
-    payloads = payloads[:MOST]
+    named = [
+        (f"{short(data, 40)}: {line.label}, seed {run.settings['seed']}", run, run.logits)
+        for data, lines in data_sets(runs)
+        for line in lines
+        for run in line.runs
+        if run.logits is not None
+    ]
+    payloads = [payload(name, logits, _labels(run), _delta(run)) for name, run, logits in named[:MOST]]
+    left = f" The first {MOST} of {len(named)} runs with logits are here." if len(named) > MOST else ""
     return Section(
         title="Move the margin",
         how="Held-out rows of a trained model. A rival class is masked, and no longer pushed down, once the label's "
@@ -80,7 +80,7 @@ def kept_from(logits: Tensor, target: Tensor) -> Tensor:
 
     Example:
         >>> kept_from(torch.tensor([[0.0, 1.0, 5.0]]), torch.tensor([2]))
-        tensor([[98, 97,  0]])
+        tensor([[97, 96,  0]])
     """
     masked = torch.zeros_like(logits, dtype=torch.int64)
     for step in range(STEPS + 1):
@@ -154,7 +154,8 @@ def _map(p: dict[str, Any]) -> Figure:
     )
     return Figure(
         title="Rows and classes",
-        caption="One row of pixels is one held-out row, one column a class. Grey: masked. In colour: kept, by its "
+        caption=f"One row of pixels is one held-out row, one column a class (of more than {SHOWN}: the label, then its "
+        "strongest rivals). Grey: masked. In colour: kept, by its "
         "probability. The strip at the right marks solved rows; the line is the frontier between solved and not.",
         plot=finished(figure, legend=0, height=520),
         data=Table(

@@ -187,7 +187,7 @@ def dots(names: Sequence[str], values: Sequence[float], errors: Sequence[float],
         trace["error_x"] = {"type": "data", "array": list(errors), "thickness": 1.5, "width": 5}
     figure = objects.Figure(data=[trace])
     figure.update_xaxes(**_axis(x))
-    figure.update_yaxes(tickvals=places, ticktext=shown, autorange="reversed", automargin=True)
+    figure.update_yaxes(tickvals=places, ticktext=shown, autorange="reversed", automargin=True, zeroline=False)
     broad = len(names) > 6 or max(map(len, names)) > 28
     return finished(figure, legend=0, height=120 + 34 * len(names), broad=broad)
 

@@ -92,7 +92,8 @@ def name_of(settings: Mapping[str, Any]) -> str:
     """
     name = str(settings["loss"])
     if name == "as-softmax":
-        fast = (settings.get("speed_steps") or 1) > 1
+        steps = settings.get("speed_steps")
+        fast = isinstance(steps, int) and steps > 1
         name = "AS-Speed" if fast else f"AS-Softmax, delta {cell(settings.get('delta'))}"
     if settings.get("skip") == "infobatch":
         name += " with InfoBatch"

@@ -282,7 +282,7 @@ def _batches(record: Record) -> Iterator[Block]:
     rows = record.results
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
-        case = (row.get("head"), row["n"], row["d"], row["batch"])
+        case = (cell(row.get("head")), row["n"], row["d"], row["batch"])
         best[case] = min(best.get(case, row["us"]), row["us"])
     body = []
     for row in rows:
@@ -293,7 +293,7 @@ def _batches(record: Record) -> Iterator[Block]:
                 cell(row.get("head")),
                 f"{row['n']:,} x {row['d']:,}",
                 cell(row["batch"]),
-                Best(time) if row["us"] == best[(row.get("head"), row["n"], row["d"], row["batch"])] else time,
+                Best(time) if row["us"] == best[(cell(row.get("head")), row["n"], row["d"], row["batch"])] else time,
                 f"{row['over_product']:.2f}x",
                 f"{row['bytes_ratio']:.2f}x",
                 f"{100 * row['success']:.1f}",

@@ -47,7 +47,7 @@ def _texts(record: Record) -> Iterator[Block]:
         )
         body.append(
             [
-                short(r.get("prompt") or "all prompts", 60),
+                short(str(r.get("prompt") or "all prompts"), 60),
                 r["head"],
                 cell(r["tokens"]),
                 f"{r['tokens_per_second']:.1f}",

@@ -50,7 +50,8 @@ def section(found: Found) -> Section:
 
 def _made(made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     dates = sorted(filter(None, map(date, made)))
-    yield " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
+    first, last = (dates[0], dates[-1]) if dates else ("", "")
+    yield first if first == last else f"{first} to {last.removeprefix(first[:11])}"  # the day is said once
     yield _each(commit(m) for m in made)
     yield _each(machine(m) for m in made)
     yield _each(cell(_versions(m).get("torch")) for m in made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -40,7 +41,8 @@ class Table:
 
 
 def _is_figure(text: str) -> bool:
-    return not text or text[0].isdigit() or (text[0] in "-<" and text[1:2].isdigit())
+    """A number, maybe with a unit or another number; not a date, nor a version or a commit that begins like one."""
+    return not text or re.match(r"-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])", text) is not None
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def _gist(data: str, lines: Sequence[Line]) -> Iterator[str]:
     if base is not None and base is not best and base.values(part, metric):
         gap = abs(mean(best.values(part, metric)) - mean(base.values(part, metric)))
         noise = max(deviation(best.values(part, metric)), deviation(base.values(part, metric)))
-        text += f"; softmax has {said(base)}" + (", a difference within one deviation" if gap <= noise else "")
+        within = "the same" if gap == 0 else "a difference within one deviation" if gap <= noise else ""
+        text += f"; softmax has {said(base)}" + (f", {within}" if within else "")
     yield text + "."
 
 
@@ -155,10 +156,13 @@ def _scores(data: str, lines: Sequence[Line], part: str, metric: str) -> Figure:
     errors = [scale * deviation(v) for v in values]
     order = sorted(range(len(lines)), key=lambda i: -means[i])
     top, low = lines[order[0]].label, lines[order[-1]].label
+    words = f"Highest: {top}, {means[order[0]]:.2f}{unit}; lowest: {low}, {means[order[-1]]:.2f}{unit}."
+    if means[order[0]] == means[order[-1]]:
+        words = f"All are alike, {means[0]:.2f}{unit}."
     return Figure(
         title=sentence(f"{part} {spoken(metric)}"),
-        caption=f"Highest: {top}, {means[order[0]]:.2f}{unit}; lowest: {low}, {means[order[-1]]:.2f}{unit}. "
-        "Bars reach one standard deviation over seeds to each side; where they overlap, a difference may be chance.",
+        caption=f"{words} Bars reach one standard deviation over seeds to each side; where they overlap, a difference "
+        "may be chance.",
         plot=dots([line.label for line in lines], means, errors, Axis(f"{part} {spoken(metric)}", suffix=unit)),
         data=Table(
             f"{part} {spoken(metric)}{unit} on {short(data, 60)}",

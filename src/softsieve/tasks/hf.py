@@ -103,13 +103,16 @@ class PretrainedEncoder(Encoder):
         self.config.save_pretrained(str(folder / FOLDER))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        found = self.tokenizer(
-            examples.inputs,
-            is_split_into_words=self.per_word,
-            truncation=True,
-            max_length=self.max_length,
-            padding=True,
-            return_attention_mask=True,
+        found = loaded(
+            lambda: self.tokenizer(
+                examples.inputs,
+                is_split_into_words=self.per_word,
+                truncation=True,
+                max_length=self.max_length,
+                padding=True,
+                return_attention_mask=True,
+            ),
+            f"{self.tokenizer.name_or_path}: its tokenizer fails",
         )
         names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
         inputs = {name: torch.tensor(found[name]) for name in names}

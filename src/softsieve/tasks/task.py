@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from softsieve._files import replace_file
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
 from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
 from softsieve.tasks.examples import KINDS, Data, Examples, as_list, label_names
@@ -242,7 +242,7 @@ class Task:
         try:
             objective = make_objective(multilabel=kind == "multilabel", **options.content)
         except (TypeError, ValueError, ImportError) as error:
-            raise InputError(f"{saved.path}: objective: {error}") from None
+            raise InputError(f"{saved.path}: objective: {first_line(error)}") from None
         return cls(kind, labels, encoder, filler=filler, objective=objective)
 
 

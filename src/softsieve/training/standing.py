@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from softsieve import _checks
-from softsieve.errors import InputError, first_line
+from softsieve.errors import InputError, first_line, shown
 from softsieve.training.checkpoint import check_same, load_checkpoint, save_checkpoint
 from softsieve.training.infobatch import InfoBatchSampler
 
@@ -122,12 +122,12 @@ def _expect(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
     """Refuse a checkpoint of another run."""
     for name, here in {"rows": len(trainer.train), "ranks": trainer.ranks}.items():
         if state[name] != here:
-            raise InputError(f"{folder}: made with {state[name]} {name}, this run has {here}")
+            raise InputError(f"{folder}: made with {shown(state[name])} {name}, this run has {here}")
     if state["data"] != trainer.fingerprint:
         raise InputError(f"{folder}: made with other training data")
     for name, here in trainer.settings.asdict().items():
         if name not in FREE and state["settings"].get(name) != here:
-            raise InputError(f"{folder}: made with {name}={state['settings'].get(name)!r}, this run has {here!r}")
+            raise InputError(f"{folder}: made with {name}={shown(state['settings'].get(name))}, this run has {here!r}")
 
 
 def _look_at(trainer: Trainer, folder: Path, state: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> None:
@@ -138,16 +138,16 @@ def _look_at(trainer: Trainer, folder: Path, state: dict[str, Any], files: dict[
     """
     for name in (*PLACE, *COUNTS):
         value = state[name]
-        if isinstance(getattr(trainer, name), bool):
+        if name == "in_epoch":
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected true or false, found {type(value).__name__}")
-        elif isinstance(getattr(trainer, name), float):
+        elif "seconds" in name:
             _checks.number(name, value, 0, 1e30)
         else:
             _checks.whole_number(name, value, 0, 2**62)
     _checks.whole_number("epoch", state["epoch"], 0, trainer.settings.epochs)
     if not all(type(value) in (int, float) for value in state["best"].values()):
-        raise TypeError(f"best: expected numbers, found {state['best']}")
+        raise TypeError(f"best: expected numbers, found {shown(state['best'])}")
     if state["delta"] is not None:
         _checks.number("delta", state["delta"], 0, 1)
     waiting, last = files["queue"], len(trainer.train) - 1
