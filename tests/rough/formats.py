@@ -77,7 +77,7 @@ def answers(head: AdaptiveSoftmax, x: torch.Tensor, k: int) -> Any:
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-@a_format("head index", slow=5)
+@a_format("head index", slow=2)
 def head_index(folder: Path) -> Prepared:
     weight, queries = torch.randn(90, 24), torch.randn(300, 24) * 2
     cascade = AdaptiveSoftmax(weight, torch.linspace(0, 1, 90), delta=0.1, method="cascade")
@@ -99,7 +99,7 @@ def head_index(folder: Path) -> Prepared:
     return Prepared({folder / name: SAFETENSORS for name in ks}, read, digests=True)
 
 
-@a_format("weight and queries", slow=5)
+@a_format("weight and queries", slow=2)
 def head_file(folder: Path) -> Prepared:
     from softsieve.integrations.head_file import read_head, write_head
     from softsieve.integrations.hidden_states import Corpus, Head
@@ -187,7 +187,7 @@ def checkpoint(folder: Path) -> Prepared:
     return Prepared(files, read, digests=True)
 
 
-@a_format("model", slow=5)
+@a_format("model", slow=2)
 def model(folder: Path) -> Prepared:
     from softsieve.training.run import decide, encode, load_model, train
     from softsieve.training.settings import Settings
@@ -249,7 +249,7 @@ def pretrained(folder: Path) -> Prepared:
     return Prepared({place / "task.json": JSON, **dict.fromkeys(inside, JSON)}, read)
 
 
-@a_format("state of ASTrainer", slow=4)
+@a_format("state of ASTrainer", slow=2)
 def trainer_state(folder: Path) -> Prepared:
     from softsieve.integrations.transformers import SAMPLER, ASTrainerMixin
     from softsieve.integrations.transformers import STATE as FILE
@@ -278,7 +278,7 @@ def trainer_state(folder: Path) -> Prepared:
     return Prepared({folder / FILE: JSON, folder / SAMPLER: SAFETENSORS}, read)
 
 
-@a_format("log.jsonl", slow=2)
+@a_format("log.jsonl")
 def log(folder: Path) -> Prepared:
     from softsieve.training.journal import _whole_lines
 
@@ -301,7 +301,7 @@ def log(folder: Path) -> Prepared:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@a_format("table of an experiment", slow=2)
+@a_format("table of an experiment")
 def table(folder: Path) -> Prepared:
     from softsieve.experiments.output import read_table, write_table
 
@@ -318,7 +318,7 @@ def table(folder: Path) -> Prepared:
     return Prepared({path: TEXT}, read)
 
 
-@a_format("runs of a comparison", slow=4)
+@a_format("runs of a comparison", slow=2)
 def runs(folder: Path) -> Prepared:
     from softsieve.experiments import compare
     from softsieve.training.settings import Settings
@@ -417,25 +417,25 @@ def delimited(comma: str) -> bytes:
     return ("text,label\n" + "".join(f'"{text}",{label}\n' for text, label in quoted)).encode()
 
 
-@a_format("CSV", slow=4)
+@a_format("CSV", slow=2)
 def csv(folder: Path) -> Prepared:
     (folder / "a.csv").write_bytes(delimited(","))
     return data_from(folder / "a.csv", TEXT)
 
 
-@a_format("CSV, .gz", slow=4)
+@a_format("CSV, .gz", slow=2)
 def csv_gz(folder: Path) -> Prepared:
     (folder / "a.csv.gz").write_bytes(gzip.compress(delimited(","), mtime=0))
     return data_from(folder / "a.csv.gz", (*BYTES, repacked(TEXT, gzip.decompress, gzip.compress)))
 
 
-@a_format("TSV", slow=4)
+@a_format("TSV", slow=2)
 def tsv(folder: Path) -> Prepared:
     (folder / "a.tsv").write_bytes(delimited("\t"))
     return data_from(folder / "a.tsv", TEXT)
 
 
-@a_format("JSONL", slow=4)
+@a_format("JSONL", slow=2)
 def jsonl(folder: Path) -> Prepared:
     rows = [
         {"text": text, "labels": [label, "all"], "more": {"n": number}} for number, (text, label) in enumerate(TEXTS)
@@ -444,14 +444,14 @@ def jsonl(folder: Path) -> Prepared:
     return data_from(folder / "a.jsonl", LINES)
 
 
-@a_format("CoNLL", slow=4)
+@a_format("CoNLL", slow=2)
 def conll(folder: Path) -> Prepared:
     lines = "".join(f"{word} X {tag}\n" for word, tag in (("Ann", "B-PER"), ("saw", "O"), ("Bob", "B-PER")))
     (folder / "a.conll").write_text(f"-DOCSTART- X O\n\n{lines}\n" + f"{lines}\n" * 5)
     return data_from(folder / "a.conll", TEXT)
 
 
-@a_format("Parquet", slow=4)
+@a_format("Parquet", slow=2)
 def parquet(folder: Path) -> Prepared:
     import pyarrow
     from pyarrow.parquet import write_table
@@ -461,7 +461,7 @@ def parquet(folder: Path) -> Prepared:
     return data_from(folder / "a.parquet", BYTES)
 
 
-@a_format("saved Hugging Face data set", slow=20)
+@a_format("saved Hugging Face data set", slow=10)
 def saved_dataset(folder: Path) -> Prepared:
     import datasets
 
@@ -477,7 +477,7 @@ def saved_dataset(folder: Path) -> Prepared:
     return prepared._replace(files=files)
 
 
-@a_format("images", slow=5)
+@a_format("images", slow=2)
 def images(folder: Path) -> Prepared:
     from PIL import Image
 
@@ -490,7 +490,7 @@ def images(folder: Path) -> Prepared:
     return prepared._replace(files=dict.fromkeys(sorted((folder / "set").rglob("*.*")), BYTES))
 
 
-@a_format("sounds", slow=10)
+@a_format("sounds", slow=4)
 def sounds(folder: Path) -> Prepared:
     import soundfile
 
@@ -512,7 +512,7 @@ def repacked(how: Sequence[Mutation], unpack: Callable[[bytes], bytes], pack: Ca
     return inside
 
 
-@a_format("files of known data sets", slow=5)
+@a_format("files of known data sets", slow=2)
 def presets(folder: Path) -> Prepared:
     from softsieve.tasks.presets import load_preset
 

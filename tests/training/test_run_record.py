@@ -62,6 +62,7 @@ def test_the_record_says_what_was_run_on_what_and_what_came_out(tmp_path: Path) 
     metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())
     assert {name: result[name] for name in ("validation", "test")} == metrics
     assert 0 < result["trained"] <= 120
+    assert 0 < result["solved"] <= 1
     assert result["seconds"] >= result["evaluation_seconds"] > 0
 
 

@@ -89,7 +89,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
     version = notes.get("format_version")
-    if version == FORMAT and not digests:
+    if ("softsieve" in notes or version == FORMAT) and version != "1" and not digests:
         raise InputError(f"{path}: damaged: its digests are missing")
     if version not in (None, "1", FORMAT):
         raise InputError(f"{path}: expected format version {FORMAT}, found {version[:40]!r}")

@@ -31,7 +31,7 @@ def section(runs: Sequence[Run]) -> Section:
     named = [
         (f"{short(data, 40)}: {line.label}, seed {run.settings['seed']}", run, run.logits)
         for data, lines in data_sets(runs)
-        for line in lines
+        for line in sorted(lines, key=lambda line: line.label == "softmax")  # what a margin did comes first
         for run in line.runs
         if run.logits is not None
     ]

@@ -46,12 +46,12 @@ class Line:
 
 
 def data_sets(runs: Sequence[Run]) -> Iterator[tuple[str, list[Line]]]:
-    """Runs by what they were trained on, and there in lines, in the order given."""
+    """Runs by what they were trained on, and there in lines: plain softmax first, others in the order given."""
     by_data: dict[str, list[Run]] = {}
     for run in runs:
         by_data.setdefault(run.settings["data"], []).append(run)
     for data, here in by_data.items():
-        yield data, lines_of(here)
+        yield data, sorted(lines_of(here), key=lambda line: line.label != "softmax")
 
 
 def lines_of(runs: Sequence[Run]) -> list[Line]:

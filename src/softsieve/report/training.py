@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from softsieve.report.figures import MOST, Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import Curve, Line, curve, data_sets
@@ -10,6 +10,14 @@ from softsieve.report.page import Block, Figure, Part, Section, Table, Words
 from softsieve.report.read import Run
 from softsieve.report.words import Best, cell, count, deviation, list_of, mean, number, sentence, short, spoken, spread
 
+PARTS = ("test", "validation")
+COSTS = (  # title, name in the record, factor, digits
+    ("seconds", "seconds", 1, 1),
+    ("rows trained", "trained", 1, 0),
+    ("rows only looked at", "screened", 1, 0),
+    ("solved when last seen %", "solved", 100, 1),
+    ("steps", "steps", 1, 0),
+)
 _POINTS = 12  # of a curve in its table
 
 
@@ -77,39 +85,46 @@ def _sign(line: Line, metric: str) -> int:
 
 
 def _table(data: str, lines: Sequence[Line]) -> Table:
-    columns: list[tuple[str, Callable[[Line], str]]] = [("seeds", lambda line: line.seeds)]
-    for part in ("test", "validation"):
-        found = {name for line in lines for run in line.runs for name in run.result.get(part) or {}}
-        chosen = lines[0].settings["metric"]
-        for metric in sorted(found, key=lambda name: (name != chosen, name == "loss", name)):
-            scale, unit = _scale(metric)
-            best = _best(lines, part, metric) if len(lines) > 1 and metric == chosen else None
-
-            def score(
-                line: Line, part: str = part, metric: str = metric, scale: float = scale, best: Line | None = best
-            ) -> str:
-                text = spread(line.values(part, metric), scale=scale, digits=2 if scale > 1 else 3)
-                return Best(text) if line is best else text
-
-            columns.append((f"{part} {spoken(metric)}{unit}", score))
-    columns.append(("solved at the end %", _solved_at_the_end))
-    said = {"steps": "steps", "trained": "rows trained", "screened": "rows only looked at", "seconds": "seconds"}
-    for name, title in said.items():
-        digits = 1 if name == "seconds" else 0
-
-        def figure(line: Line, name: str = name, digits: int = digits) -> str:
-            return spread(line.figures(name), digits=digits)
-
-        columns.append((title, figure))
+    part, chosen = judged(lines)
+    found = {
+        (where, name) for line in lines for run in line.runs for where in PARTS for name in run.result.get(where) or {}
+    }
+    scores = [
+        (f"{where} {spoken(name)}{_scale(name)[1]}", _score(lines, where, name))
+        for where, name in _ordered(found, chosen)
+    ]
+    first = [column for column in scores if column[0].startswith(f"{part} {spoken(chosen)}")]
+    costs = [(title, _cost(name, scale, digits)) for title, name, scale, digits in COSTS]
+    columns: list[tuple[str, Callable[[Line], str]]] = [
+        ("seeds", lambda line: line.seeds),
+        *first,
+        *costs,
+        *(column for column in scores if column not in first),
+    ]
     used = [(title, show) for title, show in columns if any(show(line) for line in lines)]
     rows = [[line.label, *(show(line) for _, show in used)] for line in lines]
     caption = f"{short(data, 80)}: mean ± standard deviation over seeds; the best in bold"
     return Table(caption, ["trained with", *(title for title, _ in used)], rows)
 
 
-def _solved_at_the_end(line: Line) -> str:
-    last = [[entry["solved"] for entry in run.log if "solved" in entry][-1:] for run in line.runs]
-    return spread([share for found in last for share in found], scale=100, digits=1)
+def _ordered(found: Iterable[tuple[str, str]], chosen: str) -> list[tuple[str, str]]:
+    """Parts and metrics, those that lines are compared by first."""
+    return sorted(found, key=lambda pair: (PARTS.index(pair[0]), pair[1] != chosen, pair[1] == "loss", pair[1]))
+
+
+def _score(lines: Sequence[Line], part: str, metric: str) -> Callable[[Line], str]:
+    scale, _ = _scale(metric)
+    best = _best(lines, part, metric) if len(lines) > 1 and metric == lines[0].settings["metric"] else None
+
+    def show(line: Line) -> str:
+        text = spread(line.values(part, metric), scale=scale, digits=2 if scale > 1 else 3)
+        return Best(text) if line is best else text
+
+    return show
+
+
+def _cost(name: str, scale: float, digits: int) -> Callable[[Line], str]:
+    return lambda line: spread(line.figures(name), scale=scale, digits=digits)
 
 
 def _gist(data: str, lines: Sequence[Line]) -> Iterator[str]:
@@ -208,7 +223,8 @@ def _curves(data: str, lines: Sequence[Line], metric: str) -> Iterator[Figure]:
             "loss",
         ): "Losses of different names are different functions: compare their shapes, not their heights.",
         ("validation", metric): "Measured on rows that were not trained on.",
-        ("train", "solved"): "Solved rows get no gradient; the higher the curve, the less there is left to learn.",
+        ("train", "solved"): "Of the rows that were trained: solved ones get no gradient. Those "
+        "that skipping leaves out are not among them.",
     }
     for (kind, name), words in wanted.items():
         curves = [found for line in lines if (found := curve(line, kind, name)) is not None]

@@ -62,6 +62,7 @@ class Result(NamedTuple):
     steps: int  # optimizer steps
     trained: int  # rows that went forward and backward
     screened: int  # rows that went forward only, to see whether they are solved
+    solved: float | None  # share of the rows that were solved when last seen, where the loss knows
     seconds: float  # of training and evaluation
     evaluation_seconds: float
     log: list[dict[str, Any]]
@@ -452,10 +453,17 @@ class Trainer:
             self.step,
             self.trained,
             self.screened,
+            self._solved_share(),
             self.seconds,
             self.evaluation_seconds,
             journal.lines,
         )
+
+    def _solved_share(self) -> float | None:
+        if not (self.settings.adaptive and isinstance(self.sampler, SolvedSampler)):
+            return None
+        self.report()
+        return float(self.sampler.solved.double().mean())
 
     def _epoch(self, journal: Journal, started: float) -> bool:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""

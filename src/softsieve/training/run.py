@@ -139,7 +139,7 @@ def _write_record(
         "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
         **settings.asdict(),
     }
-    cost = {name: getattr(result, name) for name in ("steps", "best_step", "trained", "screened")}
+    cost = {name: getattr(result, name) for name in ("steps", "best_step", "trained", "screened", "solved")}
     seconds = {"seconds": result.seconds, "evaluation_seconds": result.evaluation_seconds}
     try:
         if logits is not None:

@@ -105,6 +105,11 @@ class SolvedSampler(Sampler[int]):
             risk[level] = (failed + 2 * expected) / (looks + 2)  # Laplace's rule: two looks' worth of expectation
         return risk
 
+    @property
+    def solved(self) -> Tensor:
+        """Which rows were solved when last seen, as far as this rank knows: bool, (num_samples,)."""
+        return torch.where(self._seen == 0, self.streak > 0, self._seen == 1)
+
     def worth_screening(self, indices: Tensor) -> Tensor:
         """Of which rows a look by itself is expected to save the training pass; bool, shape of ``indices``."""
         index = _checks.row_numbers("indices", indices, self.num_samples)
