@@ -50,6 +50,7 @@ DOCUMENTED = (
     "softsieve.integrations.lightning",
     "softsieve.integrations.distributed",
     "softsieve.tasks.read",
+    "softsieve.report",
     "as_sm",
 )
 
@@ -203,6 +204,19 @@ def values(kind: str, valid: Any) -> list[Any]:
         return GENERATORS
     if kind == "path":
         return PATHS
+    if kind == "paths":
+        return [
+            *NOTHING,
+            3,
+            "nowhere",
+            Path("nowhere"),
+            [None],
+            [3],
+            ["nowhere"],
+            [Path("/nowhere")],
+            [["x"]],
+            {"a": 1},
+        ]
     if kind == "words":
         return [*NOTHING, 0, 1.5, True, ["a"], "", "no such column"]
     if kind == "object":
@@ -608,6 +622,12 @@ ENTRIES: dict[str, Entry] = {
         lambda: {"source": _table(), "kind": "text"},
         {"source": "path", "kind": "choice", "text_column": "words", "label_column": "words"},
     ),
+    "write_report": Entry(
+        lambda **args: importlib.import_module("softsieve.report").write_report(**args),
+        lambda: {"runs": [Path("nowhere.json")], "out": Path("page.html")},
+        {"runs": "paths", "out": "path"},
+        also=("nowhere",),
+    ),
     "ASOptions": Entry(
         lambda **args: _imported("transformers").ASOptions(**args),
         dict,
@@ -744,7 +764,9 @@ def test_every_public_name_has_an_entry() -> None:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_valid_arguments_are_taken(name: str) -> None:
-    if name.startswith(("accelerate_head", "restore_head", "collect_queries", "ASTrainer", "AdaptiveSoftmax.load")):
+    if name.startswith(
+        ("write_report", "accelerate_head", "restore_head", "collect_queries", "ASTrainer", "AdaptiveSoftmax.load")
+    ):
         pytest.skip("takes a model, or a file")
     entry = ENTRIES[name]
     assert set(entry.valid()) <= set(entry.kinds)

@@ -16,6 +16,7 @@ from softsieve.errors import InputError, first_line
 
 FORMAT = "softsieve.head"
 VERSION = 3  # 2: calibrations of both kinds of devices; 3: digests, which 2, still read, has not
+_ATTEMPTS = 100  # at reading a file that others replace all the time
 _SETTINGS = "the settings"  # among the digests; no tensor has this name
 
 
@@ -42,6 +43,26 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         InputError: when it cannot be read, is truncated or damaged, is something else, or has a newer format.
     """
+    for _ in range(_ATTEMPTS):
+        seen = _seen(path)
+        try:
+            return _read(path)
+        except InputError:
+            if _seen(path) == seen:
+                raise  # else another process put a new file there: the library opens it twice, header and data
+    return _read(path)
+
+
+def _seen(path: Path) -> tuple[int, int] | None:
+    """Which file is there now."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'none'}")
     try:

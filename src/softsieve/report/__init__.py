@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from softsieve import _checks
 from softsieve.errors import InputError
 
 __all__ = ["write_report"]
@@ -39,7 +40,9 @@ def write_report(runs: Sequence[Path], out: Path, title: str = TITLE) -> None:
     from softsieve.report.read import read_all
     from softsieve.report.sections import made, sections
 
-    found = read_all(runs)
+    if not isinstance(runs, list | tuple):  # a path by itself would be taken apart
+        raise TypeError(f"runs: expected a list of paths, found {type(runs).__name__}")
+    found, out = read_all([_checks.path("runs", run) for run in runs]), _checks.path("out", out)
     if out.is_dir():
         raise InputError(f"{out}: expected a file to write to, found a folder")
     if out.resolve() in found.files:
