@@ -38,12 +38,14 @@ def demo(
         for name, what in (("accelerate", "training"), ("PIL", "images"), ("sklearn", "measuring F1")):
             package(name, what)
         package("plotly", "the report", extra="report")
+        from softsieve.experiments.digits import DELTA as MARGIN
+
         console = Console(soft_wrap=True, markup=False, highlight=False)
         outcomes = _train(console, out / "runs", seeds, epochs)
         results = _ask_a_head(console, out / "head.json")
         console.print(_training_table(outcomes))
         console.print(
-            "Solved: rows to train on whose label beats every other class by the margin (delta 0.1) in the end. Under "
+            f"Solved: rows to train on whose label beats every other class by the margin, {MARGIN}, in the end. Under "
             "AS-Softmax their loss and gradient are exactly 0; skipping leaves out what a look shows to be solved.\n"
         )
         console.print(_head_table(results))
