@@ -53,7 +53,7 @@ def demo(
             f"Right: the {K} largest, each probability within {EPS:.0%}; promised for {1 - DELTA:.0%} of queries like "
             "those it was calibrated with. A product in bfloat16 rounds, and close classes change places. This head is "
             "made up: random numbers with the spectrum and the spread of probabilities that language models have; for "
-            "real ones see docs/results.\n"
+            "real ones see docs/results. The first time, building includes half a minute of compiling.\n"
         )
         from softsieve.report import write_report
 

@@ -8,7 +8,20 @@ from softsieve.report.figures import MOST, Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import Curve, Line, curve, data_sets
 from softsieve.report.page import Block, Figure, Part, Section, Table, Words
 from softsieve.report.read import Run
-from softsieve.report.words import Best, cell, count, deviation, list_of, mean, number, sentence, short, spoken, spread
+from softsieve.report.words import (
+    Best,
+    cell,
+    count,
+    deviation,
+    list_of,
+    machine,
+    mean,
+    number,
+    sentence,
+    short,
+    spoken,
+    spread,
+)
 
 PARTS = ("test", "validation")
 COSTS = (  # title, name in the record, factor, digits
@@ -145,6 +158,16 @@ def _gist(data: str, lines: Sequence[Line]) -> Iterator[str]:
         within = "the same" if gap == 0 else "a difference within one deviation" if gap <= noise else ""
         text += f"; softmax has {said(base)}" + (f", {within}" if within else "")
     yield text + "."
+    if base is None or len({machine(run.record.provenance) for line in lines for run in line.runs}) > 1:
+        return
+    timed = [line for line in lines if line.figures("seconds") and line.values(part, metric)]
+    fastest = min(timed, key=lambda line: mean(line.figures("seconds")), default=base)
+    if fastest is not base and base in timed:
+        ratio = mean(base.figures("seconds")) / mean(fastest.figures("seconds"))
+        yield (
+            f"{short(data, 60)}: {fastest.label} takes {ratio:.1f} times less time than softmax; its {part} "
+            f"{spoken(metric)} is {said(fastest)}, that of softmax {said(base)}."
+        )
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
