@@ -25,7 +25,7 @@ demo: $(READY)
 # Several processes of one thread each take half the time of one process with as many threads.
 JOBS ?= 2
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 
 # On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
 RESULTS := benchmarks/results

@@ -150,6 +150,29 @@ def test_the_gist_says_what_is_best_and_by_how_little(tmp_path: Path, make_run: 
     )
 
 
+def test_what_is_fastest_is_said_where_times_compare(tmp_path: Path, make_run: MakeRun) -> None:
+    make_run(tmp_path / "a", loss="softmax")
+    fast = make_run(tmp_path / "b", skip="solved") / "run.json"
+    fast.write_text(fast.read_text().replace('"seconds": 2.0', '"seconds": 0.5'))
+    _, said = sections(read_all([tmp_path]))[0].glance
+    assert said.startswith(
+        "letters: AS-Softmax, delta 0.1, solved rows skipped takes 4.0 times less time than softmax;"
+    )
+    fast.write_text(fast.read_text().replace("a processor", "another"))
+    assert len(sections(read_all([tmp_path]))[0].glance) == 1
+
+
+def test_plain_softmax_is_the_first_line_and_costs_follow_the_score(tmp_path: Path, make_run: MakeRun) -> None:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", loss="softmax")
+    (part,) = sections(read_all([tmp_path]))[0].parts
+    table = part.blocks[0]
+    assert [row[0] for row in table.rows] == ["softmax", "AS-Softmax, delta 0.1"]  # type: ignore[union-attr]
+    columns = list(table.head)  # type: ignore[union-attr]
+    assert columns[:4] == ["trained with", "seeds", "test accuracy %", "seconds"]
+    assert columns[-1] == "validation loss"
+
+
 def test_what_was_run_is_said_with_commit_machine_and_date(tmp_path: Path, make_run: MakeRun) -> None:
     make_run(tmp_path / "a")
     late = make_run(tmp_path / "b", seed=1) / "run.json"
