@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,15 @@ from softsieve.reference import heads as reference
 
 Array = Any  # np.ndarray, of any shape and dtype
 PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, 0.0, math.inf)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_threads() -> Iterator[None]:
+    """Blocks of rows are shared among threads here, whatever the other tests do."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    yield
+    numba.set_num_threads(before)
 
 
 def random(seed: int = 0) -> np.random.Generator:

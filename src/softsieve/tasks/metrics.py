@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softsieve._files import replace_file as replace_file
+from softsieve._files import replace_file
 from softsieve.tasks.packages import package
 
 IGNORED = -100  # target of what does not count
