@@ -6,6 +6,9 @@ from typing import Any
 # bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction otherwise.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# What a test asks a hub for is not there: no waiting for a network to say so.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import numba
 import pytest
 import torch

@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
 import torch
 import torch.distributed as dist
