@@ -28,7 +28,7 @@ PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, 0.0, math.in
 def _all_threads() -> Iterator[None]:
     """Blocks of rows are shared among threads here, whatever the other tests do."""
     before = numba.get_num_threads()
-    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     yield
     numba.set_num_threads(before)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from softsieve._files import replace_file
 from softsieve.errors import InputError
 from softsieve.tasks.metrics import (
     are_bio,
     class_metrics,
     confusion_matrix_png,
     multilabel_metrics,
-    replace_file,
     token_metrics,
 )
 
