@@ -24,7 +24,7 @@ ROWS, SIZE = 600, 40
 def cascading(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> tuple[AdaptiveSoftmax, Tensor]:
     weight, x = peaked(ROWS, SIZE, 240, torch.Generator().manual_seed(0))
     own = torch.linspace(0, 1, ROWS).to(dtype) if bias else None
-    head = AdaptiveSoftmax(weight.to(dtype), own, eps=0.2, delta=0.1, beta=1.5, method="cascade")
+    head = AdaptiveSoftmax(weight.to(dtype), own, eps=0.2, delta=0.1, beta=0.5, method="cascade")
     head.calibrate(x[20:], [1, 3], generator=torch.Generator().manual_seed(1))
     return head, x[:20]
 
