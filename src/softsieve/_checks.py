@@ -87,12 +87,11 @@ def state(value: object, names: Iterable[str]) -> None:
 
 def row_numbers(name: str, value: object, count: int) -> Tensor:
     """``value`` on the CPU as int64, refused unless it is a tensor of integers in [0, count)."""
-    _plain_tensor(name, value)
-    assert isinstance(value, Tensor)  # noqa: S101
-    if value.dtype not in _INTEGER:
-        raise TypeError(f"{name}: expected integers, found {value.dtype}")
-    in_memory(name, value)
-    found = value.detach().cpu().long()
+    rows = tensor(name, value)
+    if rows.dtype not in _INTEGER:
+        raise TypeError(f"{name}: expected integers, found {rows.dtype}")
+    in_memory(name, rows)
+    found = rows.detach().cpu().long()
     if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < count):
         raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(found.min())} to {int(found.max())}")
     return found
@@ -113,21 +112,18 @@ def in_memory(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: expected numbers, found a tensor without any (device meta)")
 
 
-def tensor(name: str, value: object) -> None:
-    """Refuse what is not a dense tensor."""
-    _plain_tensor(name, value)
-
-
-def _plain_tensor(name: str, value: object) -> None:
+def tensor(name: str, value: object) -> Tensor:
+    """``value``, refused unless it is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, found {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, found {value.layout}")
+    return value
 
 
 def logits(value: Tensor) -> None:
     """Refuse what is not a non-empty floating-point tensor (..., classes)."""
-    _plain_tensor("logits", value)
+    tensor("logits", value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"logits: expected a floating-point dtype, found {value.dtype}")
     if value.ndim == 0 or value.numel() == 0:
@@ -136,7 +132,7 @@ def logits(value: Tensor) -> None:
 
 def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str = "logits") -> None:
     """Refuse targets that do not fit ``like``: one integer a row, or one 0/1 a class for multi-label."""
-    _plain_tensor("target", value)
+    tensor("target", value)
     allowed = (torch.bool, *_INTEGER, *_FLOATING) if multilabel else _INTEGER
     if value.dtype not in allowed:
         what = "0/1 flags" if multilabel else "integer class labels (class probabilities are not supported)"
@@ -153,7 +149,7 @@ def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: b
     """Refuse class weights other than one floating-point number a class; how many is for others to say if not sized."""
     if value is None:
         return
-    _plain_tensor(name, value)
+    tensor(name, value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
     if sized and value.shape != like.shape[-1:]:
@@ -232,7 +228,7 @@ def no_smoothing(value: float) -> None:
 
 
 def _floats(name: str, value: Tensor, shape: str) -> None:
-    _plain_tensor(name, value)
+    tensor(name, value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
     if value.numel() == 0:
@@ -241,14 +237,13 @@ def _floats(name: str, value: Tensor, shape: str) -> None:
 
 def saved(name: str, value: object, like: Tensor, *, high: float, sized: bool = True) -> None:
     """Refuse a tensor of a file that is not like the one it is to replace, or has numbers outside [0, high]."""
-    _plain_tensor(name, value)
-    assert isinstance(value, Tensor)  # noqa: S101
-    if value.dtype != like.dtype or value.ndim != like.ndim or (sized and value.shape != like.shape):
+    found = tensor(name, value)
+    if found.dtype != like.dtype or found.ndim != like.ndim or (sized and found.shape != like.shape):
         raise ValueError(
             f"{name}: expected {like.dtype} of shape {tuple(like.shape) if sized else '(N,)'}, "
-            f"found {value.dtype} of shape {tuple(value.shape)}"
+            f"found {found.dtype} of shape {tuple(found.shape)}"
         )
-    if not bool(((value >= 0) & (value <= high)).all()):  # also refuses NaN
+    if not bool(((found >= 0) & (found <= high)).all()):  # also refuses NaN
         raise ValueError(f"{name}: expected numbers in [0, {high:g}]")
 
 

@@ -341,6 +341,8 @@ def test_a_point_without_probabilities_has_no_success(monkeypatch: pytest.Monkey
     [
         ({"corpora": ["b"]}, "corpus: expected one of 'a', found 'b'"),
         ({"methods": ["magic"]}, "method: expected one of 'exact fp32'"),
+        ({"exact": ["exact fp8"]}, "exact: expected one of 'exact fp32', 'exact bf16', found 'exact fp8'"),
+        ({"exact": []}, "exact: expected one of"),
         ({"ks": [201]}, "k: expected 1 to 200, found 201"),
         ({"ks": []}, "ks: expected at least one"),
         ({"deltas": []}, "deltas: expected at least one"),

@@ -433,7 +433,7 @@ def measure(
     Raises:
         InputError: for a corpus, a method or a k that there is not, or a package that is not installed.
     """
-    _check(head, corpora, methods, ks, deltas)
+    _check(head, corpora, methods, ks, deltas, exact)
     names = list(corpora or head.corpora)
     bias = None if head.bias is None else head.bias.float() * head.beta
     layer = Layer(head.weight, head.weight.float().contiguous(), bias)
@@ -468,9 +468,18 @@ def measure(
 
 
 def _check(
-    head: Head, corpora: Sequence[str], methods: Sequence[str], ks: Sequence[int], deltas: Sequence[float]
+    head: Head,
+    corpora: Sequence[str],
+    methods: Sequence[str],
+    ks: Sequence[int],
+    deltas: Sequence[float],
+    exact: Sequence[str],
 ) -> None:
-    for what, found, known in (("corpus", corpora, head.corpora), ("method", methods, METHODS)):
+    for what, found, known in (
+        ("corpus", corpora, head.corpora),
+        ("method", methods, METHODS),
+        ("exact", exact or [""], EXACT),
+    ):
         for name in found:
             if name not in known:
                 raise InputError(f"{what}: expected one of {listed(known)}, found {name!r}")

@@ -265,7 +265,7 @@ def _sizes(record: Record) -> Iterator[Block]:
 
 
 def gpu(records: Sequence[Record]) -> Section:
-    """Of `softsieve bench head-gpu`."""
+    """Of `softsieve bench head --device cuda`."""
     parts = []
     for record in records:
         expect(record, record.results, words="method", numbers="n d batch us success over_product bytes_ratio")
