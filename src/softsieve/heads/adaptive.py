@@ -308,11 +308,11 @@ class AdaptiveSoftmax:
             [1, 8]
         """
         self._for_cascade("build")
-        moments = Moments(self.weight.shape[1] + (self.bias is not None), self.weight.device)
+        moments = Moments(self.weight.shape[1], self.weight.device)
         if not isinstance(queries, Iterable):
             raise TypeError(f"queries: expected a tensor (N, d) or several, found {type(queries).__name__}")
         for part in [queries] if isinstance(queries, Tensor) else queries:
-            moments.update(self._extended(self._queries("queries", part)))
+            moments.update(self._queries("queries", part).float())
         if not moments.count:
             raise ValueError("queries: expected some, found none")
         _moderate(moments)
@@ -389,8 +389,8 @@ class AdaptiveSoftmax:
         self._warn_if_few(len(sample), fewest if self.index is not None else 2 * fewest)
         if self.index is None:
             mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
-            moments = Moments(self.weight.shape[1] + (self.bias is not None), sample.device)
-            moments.update(self._extended(sample[mixed[: max(1, len(sample) // 2)]]))
+            moments = Moments(self.weight.shape[1], sample.device)
+            moments.update(sample[mixed[: max(1, len(sample) // 2)]].float())
             _moderate(moments)
             sample = sample[mixed[len(sample) // 2 :]]
             self._use(cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=part))
@@ -486,9 +486,6 @@ class AdaptiveSoftmax:
 
     def _scaled_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.to(self._plain.dtype) * self.beta
-
-    def _extended(self, queries: Tensor) -> Tensor:
-        return cascade.extend(queries, self.beta, self.bias).float()
 
     def _problem(self, queries: Tensor, k: int) -> coordinates.Problem:
         bias = self._scaled_bias()

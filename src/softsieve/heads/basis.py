@@ -12,7 +12,7 @@ RIDGE = 1e-2  # part of the mean second moment that is added in all directions: 
 
 
 class Moments:
-    """The second moment of queries that come some at a time, in memory that does not grow with their number.
+    """The first and second moment of queries that come some at a time, in memory that does not grow with their number.
 
     Example:
         >>> moments = Moments(2)
@@ -23,16 +23,24 @@ class Moments:
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.count = 0
-        self._sum = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self._first = torch.zeros(size, dtype=torch.float64, device=device)
+        self._second = torch.zeros(size, size, dtype=torch.float64, device=device)
 
     def update(self, queries: Tensor) -> None:
         """Add queries (N, size)."""
         self.count += len(queries)
-        self._sum += (queries.T @ queries).double()
+        self._first += queries.sum(0, dtype=torch.float64)
+        self._second += (queries.T @ queries).double()
+
+    @property
+    def first(self) -> Tensor:
+        """The mean query. (size,)"""
+        return self._first / self.count
 
     @property
     def mean(self) -> Tensor:
-        return self._sum / self.count
+        """The mean of ``x x'``. (size, size)"""
+        return self._second / self.count
 
 
 class Basis(NamedTuple):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from softsieve._progress import Report, in_silence
 from softsieve.heads.basis import Moments, joint_basis
@@ -40,9 +41,10 @@ _LOCK = threading.Lock()
 
 
 class Index(NamedTuple):
-    """What is kept for queries besides the weight. ``e`` is d, and one more with a bias.
+    """What is kept for queries besides the weight.
 
-    Codes are of ``(row - centre) @ expand``, which a query meets as ``y = project @ x``.
+    Codes are of ``(row - centre) @ expand``, which a query meets as ``y = project @ x``. ``e`` is d. Of an index that
+    version 0.1 made for a head with a bias it is one more: there the bias is coded like a coordinate of the row.
     """
 
     centre: Tensor  # (e,), the mean row
@@ -56,6 +58,7 @@ class Index(NamedTuple):
     tier_steps: Tensor  # (tiers,)
     probes: Tensor  # int64
     checksums: Tensor  # (n,) int64
+    mean: Tensor  # (e,): the mean query, of length 1; 0 in files of version 0.1
 
 
 def lengths(size: int) -> tuple[list[int], list[int]]:
@@ -83,14 +86,15 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
 def build(
     weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: Report = in_silence
 ) -> Index:
-    """Make the index of a weight for queries with these moments; of (e,) queries, see `extend`.
+    """Make the index of a weight for queries with these moments.
 
-    Takes two passes over the weight, some rows at a time.
+    Takes two passes over the weight, some rows at a time. The bias is not coded: estimates have it exactly, so that a
+    few rows whose bias is far from the others' do not make all codes coarse.
     """
-    rows, size, device = len(weight), weight.shape[1] + (bias is not None), weight.device
+    (rows, size), device = weight.shape, weight.device
     share = 0.3 / max(1, math.ceil(rows * size / CHUNK))
     total, second = torch.zeros(size, dtype=torch.float64, device=device), Moments(size, device)
-    for _, part in _parts(weight, bias):
+    for _, part in _parts(weight, None):
         total += part.sum(0, dtype=torch.float64)
         second.update(part)
         progress("moments of the weight", share)
@@ -116,10 +120,11 @@ def build(
         torch.zeros(len(tiers), device=device),
         torch.randperm(rows, generator=generator)[: min(PROBES, rows)].to(device),
         checksums(weight, bias),
+        F.normalize(moments.first.to(device), dim=0).float(),
     )
     deviations = torch.empty(len(previews) + len(tiers), rows, device=device)
     every = torch.arange(rows, device=device)
-    for start, part in _parts(weight, bias):
+    for start, part in _parts(weight, None):
         deviations[:, start : start + len(part)] = _code(index, every[start : start + len(part)], part)
         progress("codes", 2 * share)
     _set_spreads(index, every, deviations)
@@ -142,18 +147,23 @@ def _set_spreads(index: Index, rows: Tensor, deviations: Tensor) -> None:
         spreads[:, rows] = (own / steps[:, None]).ceil_().clamp_(1, LEVELS).byte()
 
 
-def extend(queries: Tensor, beta: float, bias: Tensor | None) -> Tensor:
-    """Queries times beta as the index meets them: with beta as one more coordinate for the bias."""
-    return queries if bias is None else torch.cat([queries, queries.new_full((len(queries), 1), beta)], -1)
+def extend(queries: Tensor, beta: float) -> Tensor:
+    """Queries times beta as an index with a coded bias meets them: with beta as one more coordinate."""
+    return torch.cat([queries, queries.new_full((len(queries), 1), beta)], -1)
 
 
 def update(index: Index, weight: Tensor, bias: Tensor | None, rows: Tensor) -> None:
     """Make an index right for rows of the weight that have changed, in the basis it has."""
     own = None if bias is None else bias[rows]
-    for start, part in _parts(weight[rows], own):
+    for start, part in _parts(weight[rows], own if is_coded(index, weight) else None):
         some = rows[start : start + len(part)]
         _set_spreads(index, some, _code(index, some, part))
     index.checksums[rows] = checksums(weight[rows], own)
+
+
+def is_coded(index: Index, weight: Tensor) -> bool:
+    """Whether the bias is among the codes."""
+    return len(index.centre) > weight.shape[1]
 
 
 def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,7 +188,7 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def _parts(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-    """The rows in float32, with their bias, some at a time."""
+    """The rows in float32, with their bias if it is coded, some at a time."""
     step = max(1, CHUNK // weight.shape[1])
     for start in range(0, len(weight), step):
         part = weight[start : start + step].float()
@@ -209,7 +219,7 @@ def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
     Raises:
         ValueError: naming the tensor, what was expected and what was found.
     """
-    rows, size = len(weight), weight.shape[1] + (bias is not None)
+    rows, size = len(weight), weight.shape[1] + (bias is not None and is_coded(index, weight))
     previews, tiers = lengths(size)
     longest, blocks = max(tiers[-1], previews[-1]), math.ceil(rows / BLOCK)
     expected = {
@@ -224,6 +234,7 @@ def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
         "tier_steps": (torch.float32, (len(tiers),)),
         "probes": (torch.int64, (min(PROBES, rows),)),
         "checksums": (torch.int64, (rows,)),
+        "mean": (torch.float32, (size,)),
     }
     for name, value in index._asdict().items():
         found = (value.dtype, tuple(value.shape))
@@ -255,6 +266,9 @@ class Asked(NamedTuple):
     bytes_read: Tensor  # int64
     scale: Tensor  # of the errors of the preview
     survivors: Tensor  # int64: of the preview
+    signal: Tensor  # size of the estimates of the probes, in sizes of their errors
+    toward: Tensor  # cosine of the angle to the mean query
+    flat: Tensor  # log Z less the k-th logit
     dense: Tensor  # (batch, n) or (batch, 0)
 
 
@@ -271,11 +285,15 @@ class Cascade:
         self.previews = len(previews)
         self.again = float(LOOK * len(weight))  # what a second preview costs besides its columns, in bytes
         raw = raw_bits(weight)
+        coded = is_coded(index, weight)
+        scaled = ((torch.zeros(0) if bias is None else bias).to(self.dtype) * beta).numpy()
         self._arrays = kernels.Index(
             raw,
-            ((torch.zeros(0) if bias is None else bias).to(self.dtype) * beta).numpy(),
+            scaled,
+            scaled[: 0 if coded else None],
             raw_bits(index.project),
             index.centre.numpy(),
+            index.mean.numpy(),
             torch.tensor(previews).numpy(),
             index.columns.numpy(),
             index.spreads.numpy(),
@@ -286,7 +304,7 @@ class Cascade:
             index.probes.numpy(),
             raw[index.probes[:SAMPLES].numpy()],
         )
-        self._bias = bias
+        self._coded = coded
         self._kind = np.float64 if self.dtype == torch.float64 else np.float32
         self._ask = kernels.ask
         self._local = threading.local()
@@ -313,9 +331,9 @@ class Cascade:
         state, coordinates, read, survivors = (
             torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4, 6)
         )
-        log_z, half, scale = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5))
+        log_z, half, scale, signal, toward, flat = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5, 8, 9, 10))
         top, values = torch.from_numpy(indices), torch.from_numpy(logits)
-        return Asked(state, top, values, log_z, half, coordinates, read, scale, survivors, everywhere)
+        return Asked(state, top, values, log_z, half, coordinates, read, scale, survivors, signal, toward, flat, everywhere)
 
     def raw(self, x: Tensor, plan: kernels.Plan, dense: Any = None) -> tuple[Any, Any, Any]:
         """The same as arrays, whose small operations take a fraction of torch's time: top k, logits, `Found` as floats.
@@ -323,7 +341,7 @@ class Cascade:
         Whole numbers among these are below 2^53.
         """
         batch, queries = len(x), x.numpy()
-        extended = queries if self._bias is None else extend(x, self.beta, self._bias).numpy()
+        extended = extend(x, self.beta).numpy() if self._coded else queries
         indices, logits = np.zeros((batch, plan.k), np.int64), np.zeros((batch, plan.k), self._kind)
         dense = np.empty((batch, 0), self._kind) if dense is None else dense
         ask = self._ask
@@ -338,7 +356,7 @@ class Cascade:
     def fill(self, x: Tensor, plan: kernels.Plan, out: Any) -> list[kernels.Found]:
         """Write all logits of queries times beta to an array (batch, n), with as little around the kernel as can be."""
         queries = x.numpy()
-        extended = queries if self._bias is None else extend(x, self.beta, self._bias).numpy()
+        extended = extend(x, self.beta).numpy() if self._coded else queries
         ask, arrays = self._ask, self._arrays
         with one_at_a_time():
             scratch = self._scratch()
@@ -370,8 +388,11 @@ class Cascade:
                 values=np.zeros(rows, np.float32),
                 near=np.zeros(rows, np.float32),
                 exact=torch.zeros(rows, dtype=self.dtype).numpy(),
+                gone=np.zeros(rows + 1, np.float32),
+                gone_added=np.zeros(rows + 1, np.float32),
                 y=np.zeros(SPREADS + len(self.index.unit), np.float32),
                 probed=torch.zeros(probes, dtype=self.dtype).numpy(),
+                known=np.zeros(probes, np.float32),
                 previewed=np.zeros(probes, np.float32),
                 around=np.zeros(probes, np.float32),
             )
@@ -393,9 +414,9 @@ def raw_bits(values: Tensor) -> Any:
 
 
 @functools.lru_cache
-def plan_of(fit: CascadeCalibration, tolerance: float | None = None) -> kernels.Plan:
+def plan_of(fit: CascadeCalibration, tolerance: float | None = None, *, upper: bool = False) -> kernels.Plan:
     """What the kernel is told; the half width of log Z to reach is what eps says unless given."""
-    from softsieve.kernels.cascade_numba import Plan
+    from softsieve.kernels.cascade_numba import Plan, Usual
 
     return Plan(
         fit.k,
@@ -407,8 +428,8 @@ def plan_of(fit: CascadeCalibration, tolerance: float | None = None) -> kernels.
         math.log(fit.eps / 2),
         fit.doubt,
         math.log1p(fit.eps) if tolerance is None else tolerance,
-        fit.low,
-        fit.high,
+        Usual(fit.low, fit.high, fit.signal, fit.toward_low, fit.toward_high, fit.most, fit.flat),
+        upper,
     )
 
 

@@ -22,7 +22,7 @@ CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
 WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
-SLACK = 1.1  # beyond the scales of errors that were seen, before a query counts as from elsewhere
+SLACK = 0.5  # so much further out than any query of the sample, a query counts as from elsewhere
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 5
 _AT_ONCE = 1 << 24  # logits that are there at a time
@@ -45,11 +45,21 @@ class CascadeCalibration(NamedTuple):
     correction: float  # of masses that are only estimated: exp(correction * deviation^2)
     doubt: float  # about log Z, for mass that was corrected
     interval: float  # half width of log Z's, in doubts
-    low: float  # scale of a preview's errors below which a query is from elsewhere
+    low: float  # scale of a preview's errors below which a query is unlike those of the calibration
     high: float  # the same, above
     batch: int  # up to so many queries at a time the cascade was measured to be faster than the exact product
     tier: int = -1  # on a GPU, where `first` is a tier, too: that of the rows that are left, -1 for none
     capacity: int = 0  # on a GPU: survivors of the preview that there is room for; 0: this is for a CPU
+    signal: float = 0.0  # size of estimates, in sizes of their errors, below which a query is unlike those
+    toward_low: float = -1.0  # cosine of the angle to the mean query: below this likewise
+    toward_high: float = 1.0  # the same, above
+    most: float = math.inf  # survivors of the preview: above this likewise
+    flat: float = math.inf  # log Z less the k-th logit: above this likewise
+    envelope: float = math.inf  # deviations above its estimate that no logit of a row is; infinite: not known
+
+
+_NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope")  # not in files of version 0.1
+_LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf}  # others are 0 at least
 
 
 def restored(found: dict[str, Any], *, k: int, rows: int, previews: int, tiers: int) -> CascadeCalibration:
@@ -58,13 +68,14 @@ def restored(found: dict[str, Any], *, k: int, rows: int, previews: int, tiers: 
     Raises:
         TypeError, ValueError: when it cannot be one.
     """
-    if set(found) != set(CascadeCalibration._fields):
-        raise ValueError(f"calibrations.{k}: expected {sorted(CascadeCalibration._fields)}, found {sorted(found)}")
+    fields = set(CascadeCalibration._fields)
+    if not fields - set(_NEWER) <= set(found) <= fields:
+        raise ValueError(f"calibrations.{k}: expected {sorted(fields)}, found {sorted(found)}")
     for name, value in found.items():
         whole = name in ("k", "queries", "first", "second", "batch", "tier", "capacity")
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise TypeError(f"calibrations.{k}: {name}: expected a number, found {value!r}")
-        if math.isnan(value) or value < (-1 if name == "tier" else 0):
+        if math.isnan(value) or value < _LEAST.get(name, 0):
             raise ValueError(f"calibrations.{k}: {name}: expected a number of at least 0, found {value!r}")
     room = found["capacity"]
     levels = tiers if room else previews
@@ -213,8 +224,11 @@ def calibrate(
     if errors < 0:
         progress("calibrating", 1.0)
         return found
-    found = _shape(shaping, found, progress)
-    return _decide(deciding, found, errors, progress)
+    found = _decide(deciding, _shape(shaping, found, progress), errors, progress)
+    if math.isfinite(found.width):
+        found = _usual(torch.cat([_features(part.ask(found)[0]) for part in (shaping, deciding)]), found)
+    progress("telling queries apart", 0.1)
+    return found
 
 
 def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> CascadeCalibration:
@@ -255,10 +269,7 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
     ratio = error.abs() / doubt.clamp_min(1e-12)
     usual = float(ratio.quantile(0.9)) if len(ratio) else 1.0
     return best._replace(
-        doubt=max(usual, 1e-3),
-        interval=2 * float(ratio.max()) / max(usual, 1e-3) if len(ratio) else math.inf,
-        low=float(asked.scale.min()) / SLACK,
-        high=float(asked.scale.max()) * SLACK,
+        doubt=max(usual, 1e-3), interval=2 * float(ratio.max()) / max(usual, 1e-3) if len(ratio) else math.inf
     )
 
 
@@ -282,22 +293,54 @@ def _decide(sample: _Sample, shape: CascadeCalibration, errors: int, progress: R
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
     widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, 6.0)]  # few queries may have shaped
-    # None of these queries is from elsewhere, so none is left out.
-    everywhere = shape._replace(low=0.0, high=math.inf)
-    count, wrong, low, high = len(sample.x), 0, shape.low, shape.high
+    count, wrong = len(sample.x), 0
     for number, width in enumerate(widths):
-        asked, fine, read = sample.ask(everywhere._replace(width=width))
-        low = min(low, float(asked.scale.min()) / SLACK)
-        high = max(high, float(asked.scale.max()) * SLACK)
+        _, fine, read = sample.ask(shape._replace(width=width))
         wrong += len(fine) - int(fine.sum())
         if wrong > errors:
-            progress("deciding on the width", 0.5 * (len(widths) - number) / len(widths))
+            progress("deciding on the width", 0.4 * (len(widths) - number) / len(widths))
             break
         if read <= best.read:
             best = shape._replace(width=width, read=read, right=float(fine.sum()) / count)
         sample = sample.some(fine)
-        progress("deciding on the width", 0.5 / len(widths))
-    return best._replace(low=low, high=high)
+        progress("deciding on the width", 0.4 / len(widths))
+    return best
+
+
+# -- queries from elsewhere --------------------------------------------------------------------------------------------
+
+# Of each feature (`_features`): the least difference that counts as one.
+_DIFFERENCES = (0.1, 0.1, 0.1, 0.05, 0.05, 0.2, 0.2)
+
+
+def _features(asked: Asked) -> Tensor:
+    """What tells queries from elsewhere, each the larger the stranger a query is. (batch, features)"""
+    scale, signal = asked.scale.clamp_min(1e-30).log(), asked.signal.clamp_min(1e-30).log()
+    flat = torch.where(asked.state == 0, asked.flat, -math.inf)
+    survivors = (1.0 + asked.survivors).log()
+    return torch.stack([scale, -scale, -signal, asked.toward, -asked.toward, survivors, flat], -1).double()
+
+
+def _usual(features: Tensor, fit: CascadeCalibration) -> CascadeCalibration:
+    """How far features of a query may be from the median before it counts as from elsewhere: half as far again as any.
+
+    A single feature of one more query is further out than all of N with probability ``1 / (N + 1)``. Where its tail is
+    exponential, that falls to ``N^-1.5`` half as far again, so over all features it stays below half of delta, for
+    which N is ``4.6 / delta`` at least.
+    """
+    finite = features.nan_to_num(neginf=0.0, posinf=0.0)
+    middle = finite.median(0).values
+    furthest = (finite.amax(0) - middle).clamp_min(torch.tensor(_DIFFERENCES, device=finite.device))
+    limit = (middle + (1 + SLACK) * furthest).tolist()
+    return fit._replace(
+        high=math.exp(limit[0]),
+        low=math.exp(-limit[1]),
+        signal=math.exp(-limit[2]),
+        toward_high=limit[3],
+        toward_low=-limit[4],
+        most=math.exp(limit[5]) - 1,
+        flat=limit[6] if fit.k else math.inf,
+    )
 
 
 def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from softsieve._graphs import Graphed
-from softsieve.heads.cascade import Asked, Index, lengths
+from softsieve.heads.cascade import Asked, Index, is_coded, lengths
 
 if TYPE_CHECKING:
     from softsieve.heads.cascade_calibration import CascadeCalibration
@@ -64,8 +64,10 @@ class GpuCascade:
         self._arrays = kernels.Index(
             weight,
             None if bias is None else bias.float() * beta,
+            is_coded(index, weight),
             index.project,
             index.centre,
+            index.mean,
             index.records,
             self._spreads(index.records),
             index.probes,
@@ -105,7 +107,7 @@ class GpuCascade:
         most = max(2 * int(survivors.max()), ROOM)
         return min(1 << (most - 1).bit_length(), self._kernels.CAPACITY)
 
-    def plan(self, fit: CascadeCalibration, tolerance: float | None = None) -> kernels.Plan:
+    def plan(self, fit: CascadeCalibration, tolerance: float | None = None, *, upper: bool = False) -> kernels.Plan:
         """What the kernels are told; the half width of log Z to reach is what eps says unless given."""
         promised = -math.log1p(-fit.eps)
         tiered = fit.tier >= 0
@@ -124,10 +126,16 @@ class GpuCascade:
             tolerance=math.log1p(fit.eps) if tolerance is None else tolerance,
             low=fit.low,
             high=fit.high,
+            signal=fit.signal,
+            toward_low=fit.toward_low,
+            toward_high=fit.toward_high,
+            survivors=fit.most,
+            flat=fit.flat,
             interval=min(fit.interval, 1e30),
             least=promised if math.isinf(fit.interval) else promised / 4,
             most=promised,
             capacity=fit.capacity,
+            upper=upper,
         )
 
     def answer(self, x: Tensor, fit: CascadeCalibration, *, tolerance: float | None = None) -> Asked:
@@ -147,6 +155,9 @@ class GpuCascade:
             found.bytes_read - (found.state != 0) * whole,  # what the exact answer read is not counted there
             found.scale.double(),
             found.survivors,
+            found.signal.double(),
+            found.toward.double(),
+            found.flat.double(),
             x.new_empty(len(x), 0),
         )
 

@@ -218,8 +218,10 @@ class Index(NamedTuple):
 
     weight: Any  # (n, d), raw bits if 16 wide
     bias: Any  # (n,) or (0,)
-    projection: Any  # (longest, d [+ 1]) bits of bfloat16; the last column goes with the bias
+    base: Any  # (n,) or (0,): the bias again, unless it is coded; estimates have it exactly
+    projection: Any  # (longest, d [+ 1]) bits of bfloat16; the last column, if there is one more, goes with a coded bias
     centre: Any  # (d [+ 1],)
+    mean: Any  # (d [+ 1],): the mean query of those that the index was made for, of length 1; 0 if it is not known
     previews: Any  # (previews,) int64: prefixes of the codes that have estimates for all rows
     columns: Any  # (blocks, longest of them, BLOCK) int8: codes for the preview
     spreads: Any  # (previews, n) uint8: predicted deviations of the estimates' errors
@@ -229,6 +231,18 @@ class Index(NamedTuple):
     tier_steps: Any  # (tiers,)
     probes: Any  # int64: rows that are always read, to measure how large errors are for this query
     samples: Any  # (few, d): what the first of them were when the index was built
+
+
+class Usual(NamedTuple):
+    """What queries like those of the calibration stay within; others are answered exactly."""
+
+    low: float  # the least scale of errors
+    high: float  # the largest
+    signal: float  # the least size of estimates on the probes, in sizes of their errors
+    toward_low: float  # the cosine of the angle to the mean query
+    toward_high: float
+    survivors: float  # the most of the preview
+    flat: float  # log Z less the k-th logit, at most; without a k there is no limit
 
 
 class Plan(NamedTuple):
@@ -243,8 +257,8 @@ class Plan(NamedTuple):
     floor: float  # rows with less than this part of the normaliser do not matter, as a logarithm
     doubt: float  # half width of the interval of log Z, for each unit of mass that was corrected
     tolerance: float  # the half width to reach
-    low: float  # measured scale of errors below which, and above which, a query is unlike those of the calibration
-    high: float
+    usual: Usual  # what queries of the calibration were like
+    upper: bool  # all logits are to be upper ends of rows that are left out, instead of their masses
 
 
 class Scratch(NamedTuple):
@@ -261,8 +275,11 @@ class Scratch(NamedTuple):
     values: Any  # (blocks * BLOCK,): their estimates
     near: Any  # (blocks * BLOCK,): their spreads
     exact: Any  # (blocks * BLOCK,): their logits
+    gone: Any  # (blocks * BLOCK,): the last estimates of those that left, corrected
+    gone_added: Any  # (blocks * BLOCK,): the correction
     y: Any  # (SPREADS + longest,), whose first SPREADS are 0
     probed: Any  # (probes,): logits of the probes
+    known: Any  # (probes,): what these are estimated to be without any code
     previewed: Any  # (probes,): estimates of the probes
     around: Any  # (probes,): spreads of the probes
 
@@ -278,11 +295,15 @@ class Found(NamedTuple):
     scale: float  # of the errors of the preview
     survivors: int  # of the preview
     finalists: int  # the first so many of the rows in scratch, whose logits are exact
+    signal: float  # size of the estimates of the probes, in sizes of their errors
+    toward: float  # cosine of the angle to the mean query
+    flat: float  # log Z less the k-th logit
 
 
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
 AHEAD = 8  # rows with the best estimates that are read first, besides k
 SHARE = 2  # when more than one in so many rows is to be read in full, all are
+CANCELLED = 1e-5  # of a sum of masses may be wrong when another one is taken from it
 PATIENCE = 8  # times that more rows are read before the whole weight is
 
 
@@ -304,6 +325,16 @@ def _scale(logits: Any, estimates: Any, spreads: Any, step: float) -> float:
         error = (logits[r] - estimates[r]) / (step * spreads[r])
         total += error * error
     return math.sqrt(total / spreads.size)
+
+
+@jit_fast
+def _toward(mean: Any, x: Any) -> float:
+    """The cosine of the angle between a query and the mean query."""
+    dot, square = np.float32(0), np.float32(0)
+    for j in range(x.size):
+        dot += np.float32(mean[j] * x[j])
+        square += np.float32(x[j] * x[j])
+    return dot / max(math.sqrt(square), 1e-30)
 
 
 @jit
@@ -342,13 +373,39 @@ def _ahead(estimates: Any, largest: Any, n: int, count: int, rows: Any, values: 
 
 
 @jit_fast
-def _sum_masses(values: Any, near: Any, unit: float, correction: float, shift: float) -> Any:
+def _added(deviation: Any, correction: float, bend: float) -> Any:
+    """What is added to an estimate so that its exponential is the expected mass of a row that is left out.
+
+    The mean of ``exp(deviation * Z)`` is ``exp(deviation^2 / 2)``. The errors of a row that is left out end where its
+    margin does, at ``width * deviation``; with that, the logarithm of the mean goes on along the tangent from
+    ``deviation = bend`` on, where its slope is the width: it stays below the margin, however large the deviation is.
+    """
+    near = min(deviation, np.float32(bend))
+    return np.float32(correction) * near * (deviation + deviation - near)
+
+
+@jit_fast
+def _sum_masses(values: Any, near: Any, unit: float, correction: float, bend: float, shift: float) -> Any:
     """Masses of some rows, and their doubtful part. ``unit``: deviation for a spread of 1."""
     mass, doubt = np.float32(0), np.float32(0)
     for r in range(values.size):
-        deviation = np.float32(unit) * np.float32(near[r])
-        added = np.float32(correction) * deviation * deviation
+        added = _added(np.float32(unit) * np.float32(near[r]), correction, bend)
         own = exp(min(values[r] + added - np.float32(shift), np.float32(80)))
+        mass += own
+        doubt += own * min(added, np.float32(1))
+    return float(mass), float(doubt)
+
+
+@jit_fast
+def _sum_leaving(
+    values: Any, near: Any, unit: float, correction: float, bend: float, shift: float, margin: float, level: float
+) -> Any:
+    """The same of those among them that do not reach the level. ``margin``: that of a spread of 1."""
+    mass, doubt = np.float32(0), np.float32(0)
+    for r in range(values.size):
+        added = _added(np.float32(unit) * np.float32(near[r]), correction, bend)
+        leaves = np.float32(values[r] + np.float32(margin) * np.float32(near[r]) < np.float32(level))
+        own = leaves * exp(min(values[r] + added - np.float32(shift), np.float32(80)))
         mass += own
         doubt += own * min(added, np.float32(1))
     return float(mass), float(doubt)
@@ -364,16 +421,33 @@ def _reach(values: Any, near: Any, margin: float) -> Any:
 
 
 @jit_fast
+def _add(base: Any, values: Any) -> None:
+    for i in range(values.size):
+        values[i] += np.float32(base[i])
+
+
+@jit
+def _begin(offset: Any, base: Any, rows: Any, values: Any) -> None:
+    """What the estimates of some rows are without any code."""
+    for r in range(rows.size):
+        values[r] = offset
+        if base.size:
+            values[r] += np.float32(base[rows[r]])
+
+
+@jit_fast
 def _look_block(
     b: int,
     columns: Any,
     known: int,
     spread: Any,
+    base: Any,
     y: Any,
     offset: Any,
     unit: float,
     width: float,
     correction: float,
+    bend: float,
     estimates: Any,
     largest: Any,
     reach: Any,
@@ -384,10 +458,12 @@ def _look_block(
     values, near = estimates[b * BLOCK : stop], spread[b * BLOCK : stop]
     if known == 0:
         values[:] = offset
+        if base.size:
+            _add(base[b * BLOCK : stop], values)
     preview_block(columns[b, known : y.size], y[known:], values)
     largest[b] = _largest(values)
     reach[b] = _reach(values, near, width * unit)
-    masses[b], doubts[b] = _sum_masses(values, near, unit, correction, largest[b])
+    masses[b], doubts[b] = _sum_masses(values, near, unit, correction, bend, largest[b])
 
 
 @jit_parallel
@@ -395,11 +471,13 @@ def _look(
     columns: Any,
     known: int,
     spread: Any,
+    base: Any,
     y: Any,
     offset: Any,
     unit: float,
     width: float,
     correction: float,
+    bend: float,
     estimates: Any,
     largest: Any,
     reach: Any,
@@ -414,24 +492,42 @@ def _look(
     if 4 * blocks * BLOCK * y.size <= ALONE:  # masses take as long as some columns
         for b in range(blocks):
             _look_block(
-                b, columns, known, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
-            )
+                b, columns, known, spread, base, y, offset, unit, width, correction, bend,
+                estimates, largest, reach, masses, doubts,
+            )  # fmt: skip
     else:
         for b in prange(blocks):
             _look_block(
-                b, columns, known, spread, y, offset, unit, width, correction, estimates, largest, reach, masses, doubts
-            )
+                b, columns, known, spread, base, y, offset, unit, width, correction, bend,
+                estimates, largest, reach, masses, doubts,
+            )  # fmt: skip
 
 
 @jit
-def _keep(values: Any, rows: Any, near: Any, margin: float, level: float) -> int:
-    """Move those that reach the level to the front."""
+def _keep(
+    values: Any,
+    rows: Any,
+    near: Any,
+    margin: float,
+    level: float,
+    unit: float,
+    correction: float,
+    bend: float,
+    gone: Any,
+    gone_added: Any,
+    many: int,
+) -> Any:
+    """Move those that reach the level to the front, and what the others are estimated at behind those gone before."""
     kept, slope, bound = 0, np.float32(margin), np.float32(level)
     for r in range(rows.size):
         value, own = values[r], near[r]
         rows[kept], values[kept], near[kept] = rows[r], value, own
-        kept += value + slope * own >= bound  # without a branch, which would be mispredicted
-    return kept
+        added = _added(np.float32(unit) * own, correction, bend)
+        gone[many], gone_added[many] = value + added, added
+        stays = value + slope * own >= bound
+        kept += stays  # without a branch, which would be mispredicted
+        many += not stays
+    return kept, many
 
 
 @jit_fast
@@ -550,19 +646,104 @@ def _survivors(
 
 
 @jit_fast
-def _fill(values: Any, near: Any, correction: float, dense: Any) -> None:
+def _fill(values: Any, near: Any, unit: float, correction: float, bend: float, dense: Any) -> None:
     """Estimates of all rows as numbers whose exponentials are the estimated masses."""
     for i in range(values.size):
-        spread = np.float32(near[i])
-        dense[i] = values[i] + np.float32(correction) * spread * spread
+        dense[i] = values[i] + _added(np.float32(unit) * np.float32(near[i]), correction, bend)
+
+
+@jit_fast
+def _fill_upper(values: Any, near: Any, margin: float, dense: Any) -> None:
+    """Estimates of all rows with their margins."""
+    for i in range(values.size):
+        dense[i] = values[i] + np.float32(margin) * np.float32(near[i])
+
+
+@jit_fast
+def _limit(most: float, dense: Any) -> None:
+    for i in range(dense.size):
+        dense[i] = min(dense[i], dense.dtype.type(most))
+
+
+@jit_fast
+def _highest_left_out(
+    values: Any, near: Any, unit: float, correction: float, bend: float, margin: float, level: float
+) -> Any:
+    """The largest of the estimates of rows that do not reach the level."""
+    highest = np.float32(-1e30)
+    for r in range(values.size):
+        added = _added(np.float32(unit) * np.float32(near[r]), correction, bend)
+        leaves = values[r] + np.float32(margin) * np.float32(near[r]) < np.float32(level)
+        highest = _larger(highest, values[r] + added if leaves else np.float32(-1e30))
+    return highest
 
 
 @jit
-def _correct(values: Any, rows: Any, near: Any, unit: float, correction: float, dense: Any) -> None:
-    """The same for some rows."""
+def _excess(
+    estimates: Any,
+    spread: Any,
+    unit: float,
+    correction: float,
+    bend: float,
+    shift: float,
+    margin: float,
+    level: float,
+    reach: Any,
+    most: float,
+) -> Any:
+    """Masses beyond e^most, and their doubtful part, of rows that do not reach the level."""
+    mass, doubt = 0.0, 0.0
+    for b in range(reach.size):
+        start, stop = b * BLOCK, min((b + 1) * BLOCK, spread.size)
+        if reach[b] < most:
+            continue
+        values, near = estimates[start:stop], spread[start:stop]
+        if _highest_left_out(values, near, unit, correction, bend, margin, level) <= most:
+            continue
+        for r in range(values.size):
+            added = _added(np.float32(unit) * np.float32(near[r]), correction, bend)
+            leaves = values[r] + np.float32(margin) * np.float32(near[r]) < np.float32(level)
+            if leaves and values[r] + added > most:
+                own = exp(min(values[r] + added - np.float32(shift), np.float32(80))) - math.exp(most - shift)
+                mass += own
+                doubt += own * min(added, np.float32(1))
+    return mass, doubt
+
+
+@jit
+def _excess_of_gone(gone: Any, gone_added: Any, shift: float, most: float) -> Any:
+    """The same of rows that left later, whose estimates are known."""
+    mass, doubt = 0.0, 0.0
+    for r in range(gone.size):
+        if gone[r] > most:
+            own = exp(min(gone[r] - np.float32(shift), np.float32(80))) - math.exp(most - shift)
+            mass += own
+            doubt += own * min(gone_added[r], np.float32(1))
+    return mass, doubt
+
+
+@jit
+def _sum_left_out(
+    estimates: Any, spread: Any, unit: float, correction: float, bend: float, shift: float, margin: float, level: float
+) -> Any:
+    """`_sum_leaving` of all rows: what a difference of sums leaves of it is lost where survivors have nearly all."""
+    mass, doubt = 0.0, 0.0
+    for start in range(0, estimates.size, BLOCK):
+        stop = min(start + BLOCK, estimates.size)
+        own, unsure = _sum_leaving(
+            estimates[start:stop], spread[start:stop], unit, correction, bend, shift, margin, level
+        )
+        mass, doubt = mass + own, doubt + unsure
+    return mass, doubt
+
+
+@jit
+def _write(plan: Plan, values: Any, rows: Any, near: Any, unit: float, bend: float, dense: Any) -> None:
+    """The same for some rows, as the plan wants them."""
     for r in range(rows.size):
-        deviation = unit * near[r]
-        dense[rows[r]] = values[r] + correction * deviation * deviation
+        deviation = np.float32(unit) * near[r]
+        more = np.float32(plan.width) * deviation if plan.upper else _added(deviation, plan.correction, bend)
+        dense[rows[r]] = values[r] + more
 
 
 @jit
@@ -593,23 +774,26 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     n, d = index.weight.shape
     item, probes = index.weight.itemsize, index.probes
     y, k = scratch.y[SPREADS:], plan.k
+    usual, bend = plan.usual, plan.width / max(2 * plan.correction, 1e-30)
 
     # Rows that are known say how wrong estimates are for this query.
     offset = np.float32(_exact_row(index.centre, extended))
     exact_rows(index.weight, x, probes, index.bias, scratch.probed)
-    scratch.previewed[:] = offset
+    _begin(offset, index.base, probes, scratch.previewed)
     read, entries = 2 * extended.size + probes.size * d * item, probes.size * d
     if _changed(index.weight, probes, index.samples):
-        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0, 0)
+        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0, 0, 0.0, 0.0, 0.0)
 
     # The preview: estimates and masses of all rows, and how many of them are left. When many are, a longer one.
-    rounding, best, sure, least, scale = 0.0, np.inf, np.inf, 0.0, 0.0
+    rounding, best, sure, least, scale, signal, toward = 0.0, np.inf, np.inf, 0.0, 0.0, 0.0, 0.0
     shift, all_mass, all_doubt, unit, bound = 0.0, 0.0, 0.0, 0.0, 0.0
     length, count = 0, 0
     for level in (plan.first, plan.second):
         known, length, step = length, index.previews[level], index.steps[level]
         spread = index.spreads[level]
         project(index.projection, extended, known, length, y)
+        if known == 0:
+            scratch.known[:] = scratch.previewed
         refine(index.records, 0, scratch.y, probes, known, length, scratch.previewed, scratch.around)
         for r in range(probes.size):
             scratch.around[r] = spread[probes[r]]
@@ -618,25 +802,30 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
         if known == 0:
             scale = measured
-            if not (plan.low <= scale <= plan.high and math.isfinite(scale)):
-                return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0)
+            signal = _scale(scratch.previewed, scratch.known, scratch.around, step) / max(measured, 1e-30)
+            toward = _toward(index.mean, extended)
+            inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
+            if not (inside and signal >= usual.signal and math.isfinite(scale)):
+                return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0, signal, toward, 0.0)
         unit = measured * step
         _look(
             index.columns,
             known,
             spread,
+            index.base,
             y[:length],
             offset,
             unit,
             plan.width,
             plan.correction,
+            bend,
             scratch.estimates,
             scratch.largest,
             scratch.reach,
             scratch.masses,
             scratch.doubts,
         )
-        read += n * (length - known + 1)
+        read += n * (length - known + 1) + (4 * index.base.size if known == 0 else 0)
         entries += n * (length - known)
         shift = _largest(scratch.largest)
         all_mass, all_doubt = 0.0, 0.0
@@ -645,7 +834,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             all_mass += scratch.masses[b] * share
             all_doubt += scratch.doubts[b] * share
         if not (math.isfinite(measured) and math.isfinite(shift) and math.isfinite(all_mass)):
-            return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0)  # beyond float32: nothing to compare
+            # Beyond float32: nothing to compare.
+            return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0, signal, toward, 0.0)
         rounding = 1e-6 * abs(shift)
         least = math.log(all_mass) + shift + plan.floor
         if k:
@@ -659,6 +849,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         count, bound = _survivors(spread, plan.width * unit, k, best, sure, least, rounding, scratch)
         if count <= plan.limit or level == plan.second:
             break
+    if count > usual.survivors:
+        return Found(DRIFTED, 0.0, 0.0, entries, read, scale, count, 0, signal, toward, 0.0)
 
     lowered, survivors = 0.0, 0
     for _ in range(PATIENCE):
@@ -678,11 +870,16 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         )
         survivors += count
         rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
-        mass, doubt = _sum_masses(values, near, unit, plan.correction, shift)
+        mass, doubt = _sum_masses(values, near, unit, plan.correction, bend, shift)
         rest, rest_doubt = max(all_mass - mass, 0.0), max(all_doubt - doubt, 0.0)
+        left, left_doubt, gone = 0.0, 0.0, 0  # of rows that leave later
+        preview_bound, highest_bound = bound, bound
 
         if dense.size:
-            _fill(scratch.estimates[:n], spread, plan.correction * unit * unit, dense)
+            if plan.upper:
+                _fill_upper(scratch.estimates[:n], spread, plan.width * unit, dense)
+            else:
+                _fill(scratch.estimates[:n], spread, unit, plan.correction, bend, dense)
 
         # Tiers: longer prefixes of the rows that are left, where that promises to read less than all of these rows.
         known = length
@@ -694,8 +891,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
                 continue
             project(index.projection, extended, known, longer, y)
             if there == 0:
-                values[:] = np.float32(offset)
-                scratch.previewed[:] = np.float32(offset)
+                _begin(offset, index.base, rows, values)
+                _begin(offset, index.base, probes, scratch.previewed)
             refine(index.records, tier, scratch.y, rows, there, longer, values, near)
             refine(index.records, tier, scratch.y, probes, there, longer, scratch.previewed, scratch.around)
             read += cost + probes.size * (longer - there + 1)
@@ -704,21 +901,26 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             tier_unit = index.tier_steps[tier] * _scale(
                 scratch.probed, scratch.previewed, scratch.around, index.tier_steps[tier]
             )
-            mass, doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)
+            mass, _ = _sum_masses(values, near, tier_unit, plan.correction, bend, shift)
             if dense.size:
-                _correct(values, rows, near, tier_unit, plan.correction, dense)
-            bound = math.log(max(rest + mass, 1e-300)) + shift + plan.floor
+                _write(plan, values, rows, near, tier_unit, bend, dense)
+            bound = math.log(max(rest + left + mass, 1e-300)) + shift + plan.floor
+            margin = plan.width * tier_unit
             if k:
                 best_here = _kth(values, k)
                 goal = _goal(best_here, sure)
-                margin = plan.width * tier_unit
                 if _reaching(values, near, margin, min(bound, goal) - lowered - rounding) < k:
                     goal = best_here
                 bound = min(bound, goal)
-            count = _keep(values, rows, near, plan.width * tier_unit, bound - lowered - rounding)
+            bound -= lowered + rounding
+            highest_bound = max(highest_bound, bound)
+            mass, doubt = _sum_leaving(values, near, tier_unit, plan.correction, bend, shift, margin, bound)
+            left, left_doubt = left + mass, left_doubt + doubt
+            count, gone = _keep(
+                values, rows, near, margin, bound, tier_unit, plan.correction, bend,
+                scratch.gone, scratch.gone_added, gone,
+            )  # fmt: skip
             rows, values, near = rows[:count], values[:count], near[:count]
-            kept_mass, kept_doubt = _sum_masses(values, near, tier_unit, plan.correction, shift)
-            rest, rest_doubt = rest + max(mass - kept_mass, 0.0), rest_doubt + max(doubt - kept_doubt, 0.0)
         if count * SHARE > n:
             break
 
@@ -728,15 +930,42 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         read += count * d * item
         entries += count * d
         highest = max(exact.max(), shift) if count else shift
-        total = rest * math.exp(shift - highest)
+        final = 0.0
         for r in range(count):
-            total += math.exp(exact[r] - highest)
-        half = plan.doubt * rest_doubt * math.exp(shift - highest) / total
+            final += math.exp(exact[r] - highest)
+        share = math.exp(shift - highest)
+        kth, below = np.inf, np.inf
+        if k:
+            kth = _kth(exact, k)
+            below = kth - 1e-6 * abs(kth)
+        if CANCELLED * all_mass * share > plan.tolerance * (final + (rest + left) * share):
+            rest, rest_doubt = _sum_left_out(
+                scratch.estimates[:n], spread, unit, plan.correction, bend, shift, plan.width * unit, preview_bound
+            )
+        if below < highest_bound:
+            # Rows that did not reach a level above the answer are still below the answer.
+            mass, doubt = _excess(
+                scratch.estimates, spread, unit, plan.correction, bend, shift, plan.width * unit, preview_bound,
+                scratch.reach, below,
+            )  # fmt: skip
+            rest, rest_doubt = max(rest - mass, 0.0), max(rest_doubt - doubt, 0.0)
+            mass, doubt = _excess_of_gone(scratch.gone[:gone], scratch.gone_added[:gone], shift, below)
+            left, left_doubt = max(left - mass, 0.0), max(left_doubt - doubt, 0.0)
+        total = final + (rest + left) * share
+        half = plan.doubt * (rest_doubt + left_doubt) * share / total
         if half <= plan.tolerance:
+            log_z = math.log(total) + highest
+            flat = 0.0
             if k:
+                flat = log_z - kth
                 _sorted_top(exact, rows, top, logits)
-            for r in range(count if dense.size else 0):
-                dense[rows[r]] = exact[r]
-            return Found(ANSWERED, math.log(total) + highest, half, entries, read, scale, survivors, count)
+                if flat > usual.flat:
+                    return Found(DRIFTED, 0.0, 0.0, entries, read, scale, survivors, 0, signal, toward, flat)
+            if dense.size:
+                if below < highest_bound and not plan.upper:
+                    _limit(below, dense)
+                for r in range(count):
+                    dense[rows[r]] = exact[r]
+            return Found(ANSWERED, log_z, half, entries, read, scale, survivors, count, signal, toward, flat)
         lowered += 1.0
-    return Found(EXPENSIVE, 0.0, 0.0, entries, read, scale, survivors, 0)
+    return Found(EXPENSIVE, 0.0, 0.0, entries, read, scale, survivors, 0, signal, toward, 0.0)

@@ -37,8 +37,10 @@ class Index(NamedTuple):
 
     weight: Tensor  # (n, d), rows contiguous
     bias: Tensor | None  # (n,) float32, times beta
-    projection: Tensor  # (longest, d [+ 1]) bfloat16; the last column goes with the bias
+    coded: bool  # whether it is among the codes, or estimates have it exactly
+    projection: Tensor  # (longest, d [+ 1]) bfloat16; the last column, if there is one more, goes with a coded bias
     centre: Tensor  # (d [+ 1],)
+    mean: Tensor  # (d [+ 1],): the mean query, of length 1; 0 if it is not known
     records: Tensor  # (n, SPREADS + longest) int8: spreads of the tiers, as uint8, and all codes of a row
     spreads: Tensor  # (tiers, n) uint8: the same spreads
     probes: Tensor  # int64: rows that are always read
@@ -61,19 +63,25 @@ class Plan(NamedTuple):
     floor: float  # rows with less than this part of the normaliser do not matter, as a logarithm
     doubt: float  # half width of the interval of log Z, for each unit of mass that was corrected
     tolerance: float  # the half width to reach
-    low: float  # measured scale of errors below which, and above which, a query is unlike those of the calibration
+    low: float  # what queries of the calibration stay within, as `cascade_numba.Usual` has it
     high: float
+    signal: float
+    toward_low: float
+    toward_high: float
+    survivors: float
+    flat: float
     interval: float  # the promised half of the interval: this times the half width,
     least: float  # not below this
     most: float  # nor above this
     capacity: int  # survivors that there is room for, a power of two
+    upper: bool = False  # all logits are to be upper ends of rows that are left out, instead of their masses
 
 
 class Found(NamedTuple):
     """The answers, in two pieces of memory. ``state`` says why everything was read, where it was."""
 
     whole: Tensor  # (batch, k + 5) int64: indices, coordinates, bytes_read, survivors, finalists, state
-    numbers: Tensor  # (batch, 2 k + 5): probs, logits, log_z, both ends of its interval, half, scale
+    numbers: Tensor  # (batch, 2 k + 8): probs, logits, log_z, both ends of its interval, half, scale, signal, toward, flat
 
 
 class Fields(NamedTuple):
@@ -86,6 +94,9 @@ class Fields(NamedTuple):
     interval: Tensor  # (batch, 2)
     half: Tensor  # (batch,): before what is promised is made of it
     scale: Tensor  # (batch,): of the errors of the preview
+    signal: Tensor  # (batch,): size of the estimates of the probes, in sizes of their errors
+    toward: Tensor  # (batch,): cosine of the angle to the mean query
+    flat: Tensor  # (batch,): log Z less the k-th logit
     coordinates: Tensor  # (batch,), as the rest
     bytes_read: Tensor
     survivors: Tensor
@@ -102,8 +113,7 @@ def fields(whole: Tensor, numbers: Tensor) -> Fields:
         numbers[:, k : 2 * k],
         numbers[:, 2 * k],
         numbers[:, 2 * k + 1 : 2 * k + 3],
-        numbers[:, 2 * k + 3],
-        numbers[:, 2 * k + 4],
+        *(numbers[:, 2 * k + field] for field in range(3, 8)),
         *(whole[:, k + field] for field in range(5)),
     )
 
@@ -132,11 +142,23 @@ def _dot(rows, there, x, size, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _square(x, size, SIZE: tl.constexpr):
+    """The square of the length of a query."""
+    total = tl.zeros((SIZE,), tl.float32)
+    for start in range(0, size, SIZE):
+        at = start + tl.arange(0, SIZE)
+        own = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+        total += own * own
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _products(
-    x, weight, bias, projection, centre, probes, probe_records, probe_spreads, tier_spreads,
-    y, offset, probed, digits, tops, scales, units, counts, arrivals,
+    x, weight, bias, projection, centre, mean, probes, probe_records, probe_spreads, tier_spreads,
+    y, offset, probed, digits, tops, scales, signals, towards, strange, units, counts, arrivals,
     size, extended, longest, many, stride, scale, beta, x_stride, weight_stride, step, tier_step,
-    BIASED: tl.constexpr, TIER: tl.constexpr, WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
+    low, high, least_signal, toward_low, toward_high,
+    BIASED: tl.constexpr, CODED: tl.constexpr, TIER: tl.constexpr, WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -153,7 +175,7 @@ def _products(
         there = row < longest
         places = projection + row.to(tl.int64) * extended
         value = _dot(places, there, x, size, ROWS, SIZE) * scale
-        if BIASED:
+        if CODED:
             value += beta * tl.load(places + size, mask=there, other=0.0).to(tl.float32)
         tl.store(y + b * longest + row, value, mask=there)
     elif part < turned + tl.cdiv(PROBES, ROWS):
@@ -167,9 +189,15 @@ def _products(
     else:
         lane = tl.arange(0, ROWS)
         value = _dot(centre + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
-        if BIASED:
+        if CODED:
             value += beta * tl.load(centre + size + lane * 0, mask=lane == 0, other=0.0)
         tl.store(offset + b + lane, value, mask=lane == 0)
+        dot = _dot(mean + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
+        square = _square(x, size, SIZE) * scale * scale
+        if CODED:
+            dot += beta * tl.load(mean + size + lane * 0, mask=lane == 0, other=0.0)
+            square += beta * beta
+        tl.store(towards + b + lane, dot / tl.maximum(tl.sqrt(square), 1e-30), mask=lane == 0)
         tl.store(counts + b, 0)  # no survivors yet
         if b == 0:
             tl.store(counts + tl.num_programs(1), 0)  # nor queries to be answered exactly
@@ -181,6 +209,10 @@ def _products(
         y += b * longest
         own = tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
         truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
+        if BIASED:
+            if not CODED:  # estimates have it exactly
+                at = tl.load(probes + number, mask=number < many, other=0)
+                truth -= tl.load(bias + at, mask=number < many, other=0.0)
         top = tl.max(tl.abs(own), 0)
         top = tl.where(top > 0.0, top / 127.0, 1.0)
         tl.store(tops + b, top)
@@ -191,8 +223,17 @@ def _products(
         tl.store(digits + b * 2 * WIDTH + byte, high.to(tl.int8), mask=byte < WIDTH)
         tl.store(digits + (b * 2 + 1) * WIDTH + byte, low.to(tl.int8), mask=byte < WIDTH)
         # How large errors are for this query, from rows whose logits are known.
-        truth -= tl.sum(own[None, :] * codes.to(tl.float32), 1)
-        tl.store(scales + b, _scale(truth, near, number, step, many))
+        toward = tl.load(towards + b)
+        estimate = tl.sum(own[None, :] * codes.to(tl.float32), 1)
+        truth -= estimate
+        error = _scale(truth, near, number, step, many)
+        signal = _scale(estimate, near, number, step, many) / tl.maximum(error, 1e-30)
+        tl.store(scales + b, error)
+        tl.store(signals + b, signal)
+        # Comparisons that a NaN fails, too.
+        usual = (error >= low) & (error <= high) & (signal >= least_signal)
+        usual = usual & (toward >= toward_low) & (toward <= toward_high)
+        tl.store(strange + b, tl.where(usual, 0, 1))
         if TIER:
             sums = tl.zeros((PROBES, 64), tl.float32)
             for start in range(WIDTH, longest + _SPREADS, 64):
@@ -222,10 +263,17 @@ def _scale(error, near, number, step, many):
 
 
 @triton.jit
+def _added(deviation, correction, bend):
+    """What is added to an estimate so that its exponential is the expected mass, as in `cascade_numba`."""
+    near = tl.minimum(deviation, bend)
+    return correction * near * (deviation + deviation - near)
+
+
+@triton.jit
 def _preview(
-    records, spreads, digits, tops, offset, scales, estimates, largest, masses, groups,
-    n, blocks, stride, batch, step, correction,
-    WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr, GROUPED: tl.constexpr,
+    records, spreads, bias, digits, tops, offset, scales, estimates, largest, masses, groups,
+    n, blocks, stride, batch, step, correction, bend,
+    BASED: tl.constexpr, WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr, GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -238,6 +286,8 @@ def _preview(
     valid = row < n
     places = records + row.to(tl.int64) * stride
     near = tl.load(spreads + row, mask=valid, other=1).to(tl.float32)
+    if BASED:
+        base = tl.load(bias + row, mask=valid, other=0.0)
     # Whole numbers on matrix units: sums are exact, and codes stay what they are.
     sums = tl.zeros((_BLOCK, LANES), tl.int32)
     for first in tl.static_range(0, WIDTH, SOME):
@@ -257,10 +307,12 @@ def _preview(
     else:
         values = tl.sum(tl.reshape(values, (_BLOCK, 2, QUERIES)), 1)
     values += tl.load(offset + b, mask=asked, other=0.0)[None, :]
+    if BASED:
+        values += base[:, None]
     values = tl.where(valid[:, None], values, -float("inf"))
     deviation = (scale * step)[None, :] * near[:, None]
     highest = tl.max(values, 0)
-    mass = tl.exp(tl.minimum(values + correction * deviation * deviation - highest[None, :], 80.0))
+    mass = tl.exp(tl.minimum(values + _added(deviation, correction, bend) - highest[None, :], 80.0))
     tl.store(estimates + b[None, :] * n + row[:, None], values, mask=valid[:, None] & asked[None, :])
     place = b * blocks + block
     tl.store(largest + place, highest, mask=asked)
@@ -286,11 +338,11 @@ def _kth(values, K: tl.constexpr):
 
 @triton.jit
 def _select(
-    estimates, spreads, largest, masses, groups, scales,
-    counts, rows, rests, shifts, dense,
-    n, blocks, step, width, correction, floor, low, high,
+    estimates, spreads, largest, masses, groups, scales, strange,
+    counts, rows, rests, shifts, levels, dense,
+    n, blocks, step, width, correction, bend, floor,
     K: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, CAPACITY: tl.constexpr,
-    DENSE: tl.constexpr, EARLY: tl.constexpr,
+    DENSE: tl.constexpr, UPPER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
     part, b = tl.program_id(0), tl.program_id(1)
@@ -310,22 +362,25 @@ def _select(
             level = tl.minimum(level, _kth(tops, K))
     level -= 1e-6 * tl.abs(shift)
     scale = tl.load(scales + b)
-    level = tl.where(scale < low, float("inf"), tl.where(scale > high, float("inf"), level))  # none stays
+    level = tl.where(tl.load(strange + b) != 0, float("inf"), level)  # none stays
     row = part * _CHOICE + tl.arange(0, _CHOICE)
     valid = row < n
     values = tl.load(estimates + b.to(tl.int64) * n + row, mask=valid, other=-float("inf"))
     near = tl.load(spreads + row, mask=valid, other=1).to(tl.float32)
     deviation = scale * step * near
-    added = correction * deviation * deviation
+    added = _added(deviation, correction, bend)
     stays = valid & (values + width * deviation >= level)
     rest = tl.where(valid & ~stays, tl.exp(tl.minimum(values + added - shift, 80.0)), 0.0)
     place = (b * tl.num_programs(0) + part) * 2
     tl.store(rests + place, tl.sum(rest, 0))
     tl.store(rests + place + 1, tl.sum(rest * tl.minimum(added, 1.0), 0))
     if DENSE:
+        if UPPER:
+            added = width * deviation
         tl.store(dense + b.to(tl.int64) * n + row, (values + added).to(dense.dtype.element_ty), mask=valid)
     if part == 0:
         tl.store(shifts + b, shift)
+        tl.store(levels + b, level)
     number = stays.to(tl.int32)
     count = tl.sum(number, 0)
     if count > 0:
@@ -336,9 +391,9 @@ def _select(
 
 @triton.jit
 def _refine(
-    records, y, offset, units, counts, rows, values, deviations,
+    records, bias, y, offset, units, counts, rows, values, deviations,
     stride, longest, length, tier,
-    SOME: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
+    BASED: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
     b = tl.program_id(1)
@@ -351,7 +406,8 @@ def _refine(
         for begin in range(first, count, tl.num_programs(0) * ROWS):
             at = begin + tl.arange(0, ROWS)
             left = at < count
-            record = records + tl.load(rows + b * CAPACITY + at, mask=left, other=0).to(tl.int64) * stride
+            row = tl.load(rows + b * CAPACITY + at, mask=left, other=0)
+            record = records + row.to(tl.int64) * stride
             sums = tl.zeros((ROWS, SOME), tl.float32)
             for begin_codes in range(0, length, SOME):
                 j = begin_codes + tl.arange(0, SOME)
@@ -360,15 +416,18 @@ def _refine(
                 codes = tl.load(record[:, None] + _SPREADS + j[None, :], mask=inside, other=0)
                 sums += own[None, :] * codes.to(tl.float32)
             near = tl.load(record + tier, mask=left, other=1).to(tl.uint8, bitcast=True).to(tl.float32)
-            tl.store(values + b * CAPACITY + at, start + tl.sum(sums, 1), mask=left)
+            value = start + tl.sum(sums, 1)
+            if BASED:
+                value += tl.load(bias + row, mask=left, other=0.0)
+            tl.store(values + b * CAPACITY + at, value, mask=left)
             tl.store(deviations + b * CAPACITY + at, unit * near, mask=left)
 
 
 @triton.jit
 def _exact(
-    x, weight, bias, counts, rows, values, deviations, estimated, rests, shifts, dense,
-    n, size, parts, scale, x_stride, weight_stride, width, correction, floor,
-    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, PARTS: tl.constexpr,
+    x, weight, bias, counts, rows, values, deviations, estimated, rests, shifts, levels, dense,
+    n, size, parts, scale, x_stride, weight_stride, width, correction, bend, floor,
+    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -384,11 +443,13 @@ def _exact(
             slot = tl.arange(0, CAPACITY)
             refined = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
             around = tl.load(deviations + b * CAPACITY + slot, mask=slot < count, other=0.0)
-            mass += tl.sum(tl.exp(tl.minimum(refined + correction * around * around - shift, 80.0)), 0)
+            mass += tl.sum(tl.exp(tl.minimum(refined + _added(around, correction, bend) - shift, 80.0)), 0)
             level = tl.log(mass) + shift + floor
             if K > 0:
                 level = tl.minimum(level, _kth(refined, K))
             level -= 1e-6 * tl.abs(shift)
+            if first == 0:
+                tl.store(levels + tl.num_programs(1) + b, level)
         x += b.to(tl.int64) * x_stride
         for begin in range(first, count, tl.num_programs(0) * ROWS):
             at = begin + tl.arange(0, ROWS)
@@ -403,8 +464,9 @@ def _exact(
             if BIASED:
                 value += tl.load(bias + row, mask=final, other=0.0)
             if TIER:
-                added = correction * deviation * deviation
-                value = tl.where(final, value, found + added)
+                added = _added(deviation, correction, bend)
+                logit = value
+                value = tl.where(final, logit, found + added)
                 # -1 says that a value is a logit: what it leaves in doubt otherwise.
                 tl.store(estimated + b * CAPACITY + at, tl.where(final, -1.0, tl.minimum(added, 1.0)), mask=left)
                 # Others still read the estimates.
@@ -412,6 +474,8 @@ def _exact(
             else:
                 tl.store(values + b * CAPACITY + at, value, mask=left)
             if DENSE:
+                if TIER and UPPER:
+                    value = tl.where(final, logit, found + width * deviation)
                 tl.store(dense + b.to(tl.int64) * n + row, value.to(dense.dtype.element_ty), mask=left)
 
 
@@ -420,8 +484,9 @@ def _exact(
 
 @triton.jit
 def _answer(
-    counts, rows, values, estimated, rests, shifts, scales, whole, numbers, totals,
-    size, item, parts, read, entries, code_bytes, doubt, tolerance, low, high, interval, least, most,
+    counts, rows, values, estimated, rests, shifts, scales, signals, towards, strange, levels, limits,
+    whole, numbers, totals,
+    size, item, parts, read, entries, code_bytes, doubt, tolerance, survivors, flattest, interval, least, most,
     K: tl.constexpr, TIER: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -458,9 +523,9 @@ def _answer(
     state = tl.where(half <= tolerance, 0, _EXPENSIVE)
     state = tl.where(found <= CAPACITY, state, _EXPENSIVE)
     state = tl.where(finalists >= K, state, _EXPENSIVE)
-    state = tl.where(scale >= low, tl.where(scale <= high, state, _DRIFTED), _DRIFTED)
+    state = tl.where((tl.load(strange + b) == 0) & (found <= survivors), state, _DRIFTED)
     whole += b * (K + 5)
-    numbers += b * (2 * K + 5)
+    numbers += b * (2 * K + 8)
     # In falling order, tied ones by their rows, wherever they are.
     last, last_row = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
     for place in range(K):
@@ -481,12 +546,26 @@ def _answer(
         tl.store(whole + place, chosen.to(tl.int64))
         tl.store(numbers + place, tl.exp(best - log_z))
         tl.store(numbers + K + place, best)
+    flat = tl.zeros((), tl.float32)
+    limit = tl.full((), float("inf"), tl.float32)
+    if K > 0:
+        flat = log_z - last
+        state = tl.where(flat <= flattest, state, _DRIFTED)
+        # Estimates of rows that did not reach a level above the answer may be above it, too.
+        level = tl.load(levels + b)
+        if TIER:
+            level = tl.maximum(level, tl.load(levels + tl.num_programs(0) + b))
+        limit = tl.where(level > last, last, limit)
+    tl.store(limits + b, limit)
     promised = tl.minimum(tl.maximum(half * interval, least), most)
     tl.store(numbers + 2 * K, log_z)
     tl.store(numbers + 2 * K + 1, log_z - promised)
     tl.store(numbers + 2 * K + 2, log_z + promised)
     tl.store(numbers + 2 * K + 3, half)
     tl.store(numbers + 2 * K + 4, scale)
+    tl.store(numbers + 2 * K + 5, tl.load(signals + b))
+    tl.store(numbers + 2 * K + 6, tl.load(towards + b))
+    tl.store(numbers + 2 * K + 7, flat)
     tl.store(whole + K, entries + (count * code_bytes + finalists * size).to(tl.int64))
     tl.store(whole + K + 1, read + (count * code_bytes).to(tl.int64) + finalists.to(tl.int64) * size * item)
     tl.store(whole + K + 2, found.to(tl.int64))
@@ -500,12 +579,25 @@ def _answer(
 
 @triton.jit
 def _everything(
-    x, weight, bias, counts, arrivals, estimates, largest, whole, numbers, dense,
-    n, size, item, blocks, batch, scale, x_stride, weight_stride,
-    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, BLOCKS: tl.constexpr,
+    x, weight, bias, counts, arrivals, estimates, largest, limits, whole, numbers, dense,
+    n, size, item, blocks, batch, scale, x_stride, weight_stride, below,
+    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, LIMITED: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
+    if LIMITED:
+        for b in range(batch):
+            limit = tl.load(limits + b)
+            if (limit < float("inf")) & (tl.load(whole + b * (K + 5) + K + 4) == 0):
+                for start in range(tl.program_id(0) * _CHOICE, n, tl.num_programs(0) * _CHOICE):
+                    row = start + tl.arange(0, _CHOICE).to(tl.int64)
+                    place = dense + b * n.to(tl.int64) + row
+                    value = tl.load(place, mask=row < n, other=-float("inf")).to(tl.float32)
+                    above = value >= limit
+                    for rank in range(K):
+                        above = above & (row != tl.load(whole + b * (K + 5) + rank))
+                    lowered = limit - below * tl.maximum(tl.abs(limit), 1e-30)
+                    tl.store(place, lowered.to(dense.dtype.element_ty), mask=above & (row < n))
     if tl.load(counts + batch) > 0:
         for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
             row = start + tl.arange(0, ROWS).to(tl.int64)
@@ -528,7 +620,7 @@ def _everything(
                 if tl.load(whole + b * (K + 5) + K + 4) != 0:
                     _sum_up(
                         estimates + b * n, largest + b * blocks, whole + b * (K + 5),
-                        numbers + b * (2 * K + 5), n, size, item, blocks, K, BLOCKS,
+                        numbers + b * (2 * K + 8), n, size, item, blocks, K, BLOCKS,
                     )  # fmt: skip
 
 
@@ -586,6 +678,11 @@ class _Memory(NamedTuple):
     digits: Tensor  # (batch, 2, width) int8: the beginning of y as whole numbers
     tops: Tensor  # (batch,): what 1 of these stands for
     scales: Tensor  # (batch,): of the errors of the preview
+    signals: Tensor  # (batch,): size of the probes' estimates, in sizes of their errors
+    towards: Tensor  # (batch,): cosine of the angle to the mean query
+    strange: Tensor  # (batch,) int32: whether a query is unlike those of the calibration
+    levels: Tensor  # (2, batch): what rows had to reach to survive the preview, and the tier
+    limits: Tensor  # (batch,): what no estimate may reach
     units: Tensor  # (batch,): deviation of the tier's errors for a spread of 1
     estimates: Tensor  # (batch, n)
     largest: Tensor  # (batch, blocks)
@@ -613,6 +710,11 @@ def _memory(index: Index, plan: Plan, batch: int) -> _Memory:
         floats(batch, len(index.probe_records)),
         torch.empty(batch, 2, SPREADS + plan.length, dtype=torch.int8, device=device),
         floats(batch),
+        floats(batch),
+        floats(batch),
+        floats(batch),
+        torch.empty(batch, dtype=torch.int32, device=device),
+        floats(2, batch),
         floats(batch),
         floats(batch),
         floats(batch, n),
@@ -651,12 +753,13 @@ def ask(
     """
     (n, size), batch, k = index.weight.shape, len(x), plan.k
     item, biased = index.weight.element_size(), index.bias is not None
+    based, bend = biased and not index.coded, plan.width / max(2 * plan.correction, 1e-30)
     probes, many = len(index.probe_records), len(index.probes)
     tiered, extended, stride = plan.tier >= 0, index.projection.shape[1], index.records.stride(0)
     longest, width, capacity = max(plan.length, plan.tier_length), SPREADS + plan.length, plan.capacity
     m = _memory(index, plan, batch)
     whole = torch.empty(batch, k + 5, dtype=torch.int64, device=x.device)
-    numbers = torch.empty(batch, 2 * k + 5, device=x.device)
+    numbers = torch.empty(batch, 2 * k + 8, device=x.device)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
     blocks, parts, grouped = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE), k > 1
@@ -667,53 +770,57 @@ def ask(
     how = {"EARLY": early, "launch_pdl": early} if x.is_cuda else {"EARLY": False}
 
     _products[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 1, batch)](
-        x, index.weight, index.bias, index.projection, index.centre, index.probes,
+        x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
         index.probe_records, index.probe_spreads[plan.first], index.probe_spreads[plan.tier],
-        m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.units, m.counts, arrivals,
+        m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.signals, m.towards, m.strange, m.units, m.counts, arrivals,
         size, extended, longest, many, stride, scale, beta, x.stride(0), index.weight.stride(0),
-        plan.step, plan.tier_step,
-        BIASED=biased, TIER=tiered, WIDTH=width, LONGEST=triton.next_power_of_2(width), PROBES=probes,
+        plan.step, plan.tier_step, plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high,
+        BIASED=biased, CODED=biased and index.coded, TIER=tiered, WIDTH=width, LONGEST=triton.next_power_of_2(width), PROBES=probes,
         ROWS=rows, SIZE=wide, num_warps=WARPS, **how,
     )  # fmt: skip
     together = 1 if batch == 1 else LANES // 2
     _preview[(blocks, triton.cdiv(batch, together))](
-        index.records, spreads, m.digits, m.tops, m.offset, m.scales, m.estimates, m.largest, m.masses, m.groups,
-        n, blocks, stride, batch, plan.step, plan.correction,
-        WIDTH=width, SOME=min(128, max(32, triton.next_power_of_2(width))), LANES=LANES, QUERIES=together,
+        index.records, spreads, index.bias, m.digits, m.tops, m.offset, m.scales,
+        m.estimates, m.largest, m.masses, m.groups,
+        n, blocks, stride, batch, plan.step, plan.correction, bend,
+        BASED=based, WIDTH=width, SOME=min(128, max(32, triton.next_power_of_2(width))), LANES=LANES, QUERIES=together,
         GROUPED=grouped, num_warps=WARPS, **how,
     )  # fmt: skip
     _select[(parts, batch)](
-        m.estimates, spreads, m.largest, m.masses, m.groups, m.scales, m.counts, m.rows, m.rests, m.shifts, out,
-        n, blocks, plan.step, plan.width, plan.correction, plan.floor, plan.low, plan.high,
+        m.estimates, spreads, m.largest, m.masses, m.groups, m.scales, m.strange,
+        m.counts, m.rows, m.rests, m.shifts, m.levels, out,
+        n, blocks, plan.step, plan.width, plan.correction, bend, plan.floor,
         K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=grouped, CAPACITY=capacity,
-        DENSE=filled, num_warps=WARPS, **how,
+        DENSE=filled, UPPER=plan.upper, num_warps=WARPS, **how,
     )  # fmt: skip
     programs = max(64, 4096 // batch)
     if tiered:
         _refine[(min(programs, triton.cdiv(capacity, 16)), batch)](
-            index.records, m.y, m.offset, m.units, m.counts, m.rows, m.values, m.deviations,
+            index.records, index.bias, m.y, m.offset, m.units, m.counts, m.rows, m.values, m.deviations,
             stride, longest, plan.tier_length, plan.tier,
-            SOME=64, ROWS=16, CAPACITY=capacity, num_warps=WARPS, **how,
+            BASED=based, SOME=64, ROWS=16, CAPACITY=capacity, num_warps=WARPS, **how,
         )  # fmt: skip
     _exact[(min(programs, triton.cdiv(capacity, rows)), batch)](
-        x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.estimated, m.rests, m.shifts, out,
-        n, size, parts, scale, x.stride(0), index.weight.stride(0), plan.width, plan.correction, plan.floor,
-        K=k, TIER=tiered, BIASED=biased, DENSE=filled, PARTS=part_width,
+        x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.estimated, m.rests, m.shifts,
+        m.levels, out,
+        n, size, parts, scale, x.stride(0), index.weight.stride(0), plan.width, plan.correction, bend, plan.floor,
+        K=k, TIER=tiered, BIASED=biased, DENSE=filled, UPPER=plan.upper, PARTS=part_width,
         ROWS=rows, SIZE=wide, CAPACITY=capacity, num_warps=WARPS, **how,
     )  # fmt: skip
-    read = many * (size * item + plan.length + 1) + longest * extended * 2 + n * (plan.length + 1)
+    read = many * (size * item + plan.length + 1) + longest * extended * 2 + n * (plan.length + 1 + 4 * based)
     read += 4 * extended + (many * (plan.tier_length + 1) if tiered else 0)
     entries = many * size + (n + many) * plan.length + (many * plan.tier_length if tiered else 0)
     _answer[(batch,)](
         m.counts, m.rows, m.estimated[1] if tiered else m.values, m.estimated,
-        m.rests, m.shifts, m.scales, whole, numbers, totals,
+        m.rests, m.shifts, m.scales, m.signals, m.towards, m.strange, m.levels, m.limits, whole, numbers, totals,
         size, item, parts, read, entries, plan.tier_length + 1 if tiered else 0,
-        plan.doubt, plan.tolerance, plan.low, plan.high, plan.interval, plan.least, plan.most,
+        plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, num_warps=WARPS, **how,
     )  # fmt: skip
     _everything[(min(264, triton.cdiv(n, 4 * rows)),)](
-        x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, whole, numbers, out,
-        n, size, item, blocks, batch, scale, x.stride(0), index.weight.stride(0),
-        K=k, BIASED=biased, DENSE=filled, BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, num_warps=2 * WARPS, **how,
+        x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, m.limits,
+        whole, numbers, out,
+        n, size, item, blocks, batch, scale, x.stride(0), index.weight.stride(0), torch.finfo(out.dtype).eps,
+        K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper, BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, num_warps=2 * WARPS, **how,
     )  # fmt: skip
     return Found(whole, numbers)
