@@ -17,7 +17,7 @@ from torch import Tensor
 from softsieve import as_cross_entropy, as_keep_mask, reference
 from softsieve.bench.measure import peak_bytes
 from softsieve.kernels import cross_entropy_torch as kernel
-from tests.helpers import IGNORED, distance_to_margin, make
+from tests.helpers import IGNORED, default_dtype, distance_to_margin, make
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(1, 1), (1, 2), (3, 4), (252, 7), (123, 507), (33, 1031)]
@@ -343,6 +343,23 @@ def test_any_leading_shape_and_stride(leading: tuple[int, ...], strided: bool) -
 def test_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
     logits, target = make(20, 5, ignored=0)
     assert torch.equal(as_cross_entropy(logits, target.to(dtype)), as_cross_entropy(logits, target))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, dtype: torch.dtype) -> None:
+    logits, target = make(40, 6)
+    weight = torch.rand(6)
+
+    def found() -> list[Tensor]:
+        x = logits.to(dtype).requires_grad_()
+        loss, stats = as_cross_entropy(x, target, weight=weight, return_stats=True)
+        (grad,) = torch.autograd.grad(loss, x)
+        return [loss, grad, *stats]
+
+    plain = found()
+    with default_dtype(default):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found(), plain, strict=True))
 
 
 def test_inputs_are_never_changed() -> None:

@@ -25,7 +25,7 @@ from softsieve import LinearASCrossEntropyLoss, LinearASStats, linear_as_cross_e
 from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.reference import losses as reference
-from tests.helpers import IGNORED, distance_to_margin
+from tests.helpers import IGNORED, default_dtype, distance_to_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -738,12 +738,22 @@ def test_delta_is_not_rounded(default: torch.dtype) -> None:
     gap = 0.1 + 5e-10
     logits = torch.tensor([[(1 + gap) / 2, (1 - gap) / 2]], dtype=torch.float64).log()
     weight, target = torch.eye(2, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         assert linear_as_cross_entropy(logits, weight, target, backend="torch") == 0
-    finally:
-        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_the_default_dtype_changes_nothing(backend: str, default: torch.dtype) -> None:
+    hidden, weight, bias, target = make_case().arguments(torch.float32)
+
+    def found() -> list[Tensor]:
+        loss, stats = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend, return_stats=True)
+        return [loss, *torch.autograd.grad(loss, (hidden, weight, bias)), *stats]
+
+    plain = found()
+    with default_dtype(default):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found(), plain, strict=True))
 
 
 # -- backends and what is refused --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
 from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
+from tests.helpers import default_dtype
 from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
 
 
@@ -471,6 +472,19 @@ def test_multilabel() -> None:
     skipping = trainer(flags(200), validation=flags(60, seed=1), epochs=20, learning_rate=0.02, skip="solved").fit()
     assert skipping.best["accuracy"] > 0.83
     assert skipping.trained < result.trained
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", [{"skip": "solved"}, {"skip": "infobatch"}, {"speed_steps": 2, "merge": False}])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, settings: dict[str, Any], tmp_path: Path) -> None:
+    rows, model = points(40), Net()
+    plain = trainer(rows, validation=rows, **settings).fit()
+    with default_dtype(default):
+        found = trainer(rows, model=model, validation=rows, output=tmp_path, save_steps=2, **settings).fit()
+    timed = ("seconds", "evaluation_seconds", "log")
+    assert {k: v for k, v in found._asdict().items() if k not in timed} == {
+        k: v for k, v in plain._asdict().items() if k not in timed
+    }
 
 
 def test_bf16() -> None:

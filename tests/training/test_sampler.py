@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from softsieve import as_cross_entropy
 from softsieve.training import SolvedSampler
 from softsieve.training.sampler import LEVELS
+from tests.helpers import default_dtype
 from tests.training.helpers import Net, points
 
 
@@ -233,6 +234,22 @@ def test_state_in_the_middle_of_an_epoch() -> None:
         for sampler in (first, second):
             sampler.update(sampler.plan, solved[sampler.plan])
     assert len(first.plan) < 150
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    def sampler() -> SolvedSampler:
+        made = SolvedSampler(200, tolerance=0.05)
+        for _ in range(4):
+            visit(made, torch.arange(200) % 5 > 0)
+        return made
+
+    plain = sampler()
+    with default_dtype(dtype):
+        found = sampler()
+        found.load_state_dict(plain.state_dict())
+        assert torch.equal(found.risk, plain.risk)
+        assert torch.equal(found.next_epoch(), plain.next_epoch())
 
 
 def test_state_before_the_first_epoch() -> None:

@@ -161,7 +161,7 @@ class ASTrainerMixin(Trainer):
         if num_items_in_batch is None:
             loss = loss / counted.sum().clamp_min(1)
         else:  # DataParallel has it once a GPU; the Trainer counts the flags of multi-label, the loss its rows
-            items = torch.as_tensor(num_items_in_batch).flatten()[0] / (labels.shape[-1] if multilabel else 1)
+            items = torch.as_tensor(num_items_in_batch).flatten()[0].float() / (labels.shape[-1] if multilabel else 1)
             loss = loss / items.clamp_min(1)
             if self.args.average_tokens_across_devices:  # items of all processes, whose gradients will be averaged
                 loss = loss * (self.accelerator.num_processes // self.get_tp_size())
@@ -203,7 +203,7 @@ class ASTrainerMixin(Trainer):
         return missing + seen, items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        loss = torch.zeros((), device=self.args.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         while self._early:
             batch = self._early.pop(0)
             with self.accelerator.no_sync(model=model):
