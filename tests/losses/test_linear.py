@@ -7,7 +7,7 @@ classes and several groups of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +21,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from softsieve import LinearASCrossEntropyLoss, LinearASStats, linear_as_cross_entropy
+from softsieve import LinearASCrossEntropyLoss, LinearASStats, as_cross_entropy, linear_as_cross_entropy
 from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.reference import losses as reference
@@ -856,12 +856,57 @@ def test_triton_refuses_float64() -> None:
         linear_as_cross_entropy(H.double(), W.double(), T, backend="triton")
 
 
-def test_no_second_derivative() -> None:
+SECOND = r"^linear_as_cross_entropy: .* second derivative.* as_cross_entropy\(F.linear\(hidden, weight, bias\), target\)"
+
+
+class Marked(Tensor):
+    """A tensor subclass, which goes by the registered ops."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Marked])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_derivative_is_refused_not_zero(backend: str, kind: type[Tensor]) -> None:
     hidden, weight, bias, target = make_case(rows=3, ignored=0).arguments(torch.float32)
-    loss = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend="torch")
-    grad = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()  # type: ignore[no-untyped-call]
+    hidden = hidden.detach().as_subclass(kind).requires_grad_()
+
+    def loss() -> Tensor:
+        return linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend)
+
+    for value in (loss(), loss() * 2, loss() * hidden.sum()):
+        grads = torch.autograd.grad(value, (hidden, weight, bias), create_graph=True)
+        assert all(grad.requires_grad for grad in grads)
+        for grad in grads:
+            with pytest.raises(NotImplementedError, match=SECOND):
+                torch.autograd.grad(grad.square().sum(), hidden, retain_graph=True, allow_unused=True)
+    once = torch.autograd.grad(loss(), (hidden, weight, bias))
+    again = torch.autograd.grad(loss(), (hidden, weight, bias), create_graph=True)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_as_a_function(backend: str) -> None:
+    hidden, weight, bias, target = make_case(rows=3, ignored=0).arguments(torch.float32)
+
+    def loss(x: Tensor) -> Tensor:
+        return linear_as_cross_entropy(x, weight, target, bias=bias, backend=backend)
+
+    (expected,) = torch.autograd.grad(loss(hidden), hidden)
+    assert torch.equal(torch.func.grad(loss)(hidden.detach()), expected)
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(hidden.detach())
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.autograd.functional.hessian(loss, hidden.detach())
+
+
+def test_the_reference_has_second_derivatives() -> None:
+    case = make_case(rows=3, size=4, classes=6, ignored=0)
+
+    def curvature(loss: Callable[[Tensor], Tensor]) -> Any:
+        return torch.autograd.functional.hessian(loss, case.hidden)
+
+    found = curvature(lambda x: linear_as_cross_entropy(x, case.weight, case.target, backend="reference"))
+    assert found.any()
+    torch.testing.assert_close(found, curvature(lambda x: as_cross_entropy(x @ case.weight.T, case.target)))
 
 
 # -- as a module -------------------------------------------------------------------------------------------------------
