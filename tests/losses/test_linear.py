@@ -856,7 +856,9 @@ def test_triton_refuses_float64() -> None:
         linear_as_cross_entropy(H.double(), W.double(), T, backend="triton")
 
 
-SECOND = r"^linear_as_cross_entropy: .* second derivative.* as_cross_entropy\(F.linear\(hidden, weight, bias\), target\)"
+SECOND = (
+    r"^linear_as_cross_entropy: .* second derivative.* as_cross_entropy\(F.linear\(hidden, weight, bias\), target\)"
+)
 
 
 class Marked(Tensor):
