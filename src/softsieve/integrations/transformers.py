@@ -297,6 +297,7 @@ class ASTrainerMixin(Trainer):
                 self._speed.load_state_dict(state["speed"])
             if self._sampler is not None and "sampler" in state:
                 sampler = {**state["sampler"], **load_tensors(checkpoint / SAMPLER)}
+                sampler.pop("position", None)  # the Trainer skips the batches that are behind itself
                 if state["batches"] > 0:  # in the middle of an epoch: the next iteration repeats its plan
                     sampler["started"] = False
                 self._sampler.load_state_dict(sampler)
