@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,15 @@ def test_items_of_several_gpus_in_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(run.compute_loss(model, inputs, num_items_in_batch=torch.tensor([[2], [2]])), expected)
     run.args.average_tokens_across_devices = False
     torch.testing.assert_close(run.compute_loss(model, inputs, num_items_in_batch=torch.tensor([[1], [1]])), expected)
+
+
+def test_as_many_positions_as_classes_are_nothing_to_tell(tmp_path: Path) -> None:
+    model = bert("TokenClassification")
+    run = trainer(tmp_path, easy(), model)
+    inputs = {"input_ids": torch.ones(2, CLASSES, dtype=torch.long), "labels": torch.zeros(2, CLASSES).long()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run.compute_loss(model, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -897,14 +897,14 @@ def test_the_gradient_as_a_function(backend: str) -> None:
     with pytest.raises(NotImplementedError, match=SECOND):
         torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(hidden.detach())
     with pytest.raises(NotImplementedError, match=SECOND):
-        torch.autograd.functional.hessian(loss, hidden.detach())
+        torch.autograd.functional.hessian(loss, hidden.detach())  # type: ignore[no-untyped-call]
 
 
 def test_the_reference_has_second_derivatives() -> None:
     case = make_case(rows=3, size=4, classes=6, ignored=0)
 
     def curvature(loss: Callable[[Tensor], Tensor]) -> Any:
-        return torch.autograd.functional.hessian(loss, case.hidden)
+        return torch.autograd.functional.hessian(loss, case.hidden)  # type: ignore[no-untyped-call]
 
     found = curvature(lambda x: linear_as_cross_entropy(x, case.weight, case.target, backend="reference"))
     assert found.any()

@@ -97,6 +97,13 @@ def test_leading_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
+def test_a_shape_that_cross_entropy_reads_otherwise_is_told(name: str) -> None:
+    logits, target = make(18, 9, ignored=0)
+    with pytest.warns(UserWarning, match="logits: expected classes in the last dimension"):
+        make_objective(name)(logits.view(2, 9, 9), target.view(2, 9))
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
 def test_the_default_dtype_changes_nothing(name: str, default: torch.dtype) -> None:
     logits, target = make(24, 9)

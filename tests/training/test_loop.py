@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from softsieve.training.loop import Trainer
 from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 from tests.helpers import default_dtype
-from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
+from tests.training.helpers import CLASSES, Judge, Net, equal_weights, flags, points, tokens, trainer
 
 
 def close_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -464,6 +465,14 @@ def test_tokens_are_solved_when_all_that_count_are() -> None:
     by_hand = [bool(positions[i][rows.target[i] != -100].all()) for i in range(40)]
     assert solved.tolist() == by_hand
     assert 0 < sum(by_hand) < 40  # some by chance, those without labels among them
+
+
+@pytest.mark.parametrize("loss", ["softmax", "as-softmax"])
+def test_as_many_positions_as_classes_are_nothing_to_tell(loss: str) -> None:
+    rows = tokens(40, longest=CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer(rows, validation=rows, loss=loss).fit()
 
 
 def test_multilabel() -> None:

@@ -254,7 +254,8 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
 
 def loop(sampler: SolvedSampler, batches: int, *, drop_last: bool = False, workers: int = 0) -> list[int]:
     """Rows that a loop of one's own visits in so many batches, epoch after epoch; rows of even number are solved."""
-    loader = DataLoader(range(30), 4, sampler=sampler, drop_last=drop_last, num_workers=workers)  # type: ignore[arg-type]
+    rows: Any = range(30)
+    loader: DataLoader[Any] = DataLoader(rows, 4, sampler=sampler, drop_last=drop_last, num_workers=workers)
     visited: list[int] = []
     while True:
         for index in loader:

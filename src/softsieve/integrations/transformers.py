@@ -156,7 +156,10 @@ class ASTrainerMixin(Trainer):
         delta = self._delta if model.training else self.as_options.delta
         multilabel = labels.shape == logits.shape
         objective: Objective = (MultiLabelASSoftmax if multilabel else ASSoftmax)(delta=delta, reduction="sum")
-        loss, solved = objective(logits, labels)
+        if labels.shape == logits.shape[:-1]:  # flat: as many positions as classes are nothing to warn of
+            loss, solved = objective(logits.flatten(0, -2), labels.flatten())
+        else:
+            loss, solved = objective(logits, labels)
         counted = torch.ones_like(labels[..., 0], dtype=torch.bool) if multilabel else labels != -100
         if num_items_in_batch is None:
             loss = loss / counted.sum().clamp_min(1)
@@ -168,7 +171,7 @@ class ASTrainerMixin(Trainer):
             else:  # items of one GPU, logits of all of them
                 loss = loss / max(1, self.args.n_gpu)
         if model.training and solved is not None:
-            self._take_note(inputs, solved, counted)
+            self._take_note(inputs, solved.view(counted.shape), counted)
         if return_outputs:
             return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
         return loss

@@ -444,7 +444,7 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     forward = staticmethod(backward)
     setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse)  # type: ignore[assignment]
+    backward = staticmethod(_refuse)
 
 
 def linear_as_cross_entropy(hidden: Tensor, *more: Any) -> Outputs:

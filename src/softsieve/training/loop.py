@@ -191,12 +191,17 @@ class Trainer:
     def _rows_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and whether it is solved, of every row, and the logits."""
         logits = self.model(**batch.inputs).float()
-        loss, solved = self.objective(logits, batch.target)
+        target = batch.target
+        tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
+        if tokens:  # flat: as many positions as classes are nothing to warn of
+            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())
+        else:
+            loss, solved = self.objective(logits, target)
         if solved is None:
             solved = torch.zeros_like(loss, dtype=torch.bool)
-        if loss.ndim > 1:  # a row of tokens is solved when all that count are
-            solved = (solved | (batch.target == IGNORED)).all(-1)
-            loss = loss.sum(-1)
+        if tokens:  # a row of tokens is solved when all that count are
+            solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
+            loss = loss.view(target.shape).sum(-1)
         return loss, solved, logits
 
     def _count(self, target: Tensor, weight: Tensor) -> Tensor:
