@@ -18,6 +18,9 @@ __all__ = ["AS_Softmax", "Multi_label_AS_Softmax", "compute_accumulation_step"]
 
 INF = float("inf")
 
+delta = 0.10
+"""The margin of the published module, and the default of both classes."""
+
 
 class AS_Softmax(nn.Module):
     """Masks with -inf the classes that the label beats by more than ``delta``.
@@ -31,7 +34,7 @@ class AS_Softmax(nn.Module):
                 [2.5000, 3.5000,   -inf,   -inf]])
     """
 
-    def __init__(self, delta: float) -> None:
+    def __init__(self, delta: float = delta) -> None:
         super().__init__()
         self.delta = delta
 
@@ -56,7 +59,7 @@ class Multi_label_AS_Softmax(nn.Module):
         tensor(2.0778)
     """
 
-    def __init__(self, delta: float) -> None:
+    def __init__(self, delta: float = delta) -> None:
         super().__init__()
         self.delta = delta
 
@@ -78,13 +81,13 @@ class Multi_label_AS_Softmax(nn.Module):
 def compute_accumulation_step(logits: Tensor, lamb: float, speedup: bool = True) -> tuple[int, int, int]:
     """Solved samples, masked classes and accumulation steps of a batch of logits masked by `AS_Softmax`.
 
-    The steps are ``round(lamb * samples / unsolved samples)``, at least 1; with every sample solved, as many as with
-    one left.
+    The steps are ``round(lamb * samples / (unsolved samples + 1e-8))``, at least 1, so an exact half is rounded down;
+    with every sample solved they are as many as with one left.
 
     Example:
         >>> masked = torch.tensor([[-INF, 1.5, -INF], [2.5, 3.5, 0.4], [-INF, 3.5, 0.4]])
         >>> compute_accumulation_step(masked, 1.0)
-        (1, 3, 2)
+        (1, 3, 1)
     """
     _checks.logits(logits)
     _checks.in_memory("logits", logits)
@@ -92,5 +95,6 @@ def compute_accumulation_step(logits: Tensor, lamb: float, speedup: bool = True)
     masked = logits.reshape(-1, logits.shape[-1]) == -INF
     samples, classes = masked.shape
     solved = int((masked.sum(-1) == classes - 1).sum())
-    steps = max(1, round(lamb * samples / max(1, samples - solved))) if speedup else 1
+    ratio = samples / (max(1, samples - solved) + 1e-8)
+    steps = max(1, round(lamb * ratio)) if speedup else 1
     return solved, int(masked.sum()), steps

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import as_sm
 from as_sm import AS_Softmax, Multi_label_AS_Softmax, compute_accumulation_step
 
 INF = float("inf")
@@ -50,11 +54,28 @@ def test_multilabel_readme_example() -> None:
 
 
 def test_accumulation_steps_as_published() -> None:
-    assert compute_accumulation_step(MASKED, 1, True) == (1, 5, 2)  # round(3 / 2)
+    assert compute_accumulation_step(MASKED, 1, True) == (1, 5, 1)  # 3 / 2, a half, which is rounded down
     assert compute_accumulation_step(MASKED, 2.0) == (1, 5, 3)
     assert compute_accumulation_step(MASKED, 0.1) == (1, 5, 1)
     assert compute_accumulation_step(MASKED, 5.0, False) == (1, 5, 1)
     assert compute_accumulation_step(LOGITS.view(1, 3, 4), 1) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("lamb", [0.5, 1.0, 1.5, 2.0])
+def test_halves_are_rounded_down_as_published(lamb: float) -> None:
+    """Against the formula in exact numbers: with 1e-8 more rows below the line no half stays one."""
+    for samples in range(1, 33):
+        masked = torch.zeros(samples, 3)
+        for solved in range(samples):
+            exact = Fraction(lamb) * samples / (samples - solved)
+            down = max(1, math.ceil(exact - Fraction(1, 2)))
+            assert compute_accumulation_step(masked, lamb) == (solved, 2 * solved, down)
+            masked[solved, 1:] = -INF
+
+
+def test_the_margin_of_the_module_is_the_default() -> None:
+    assert as_sm.delta == 0.10
+    assert AS_Softmax().delta == Multi_label_AS_Softmax().delta == as_sm.delta
 
 
 def test_all_rows_solved_is_no_reason_for_200_million_steps() -> None:
@@ -78,7 +99,7 @@ def test_strides_do_not_matter() -> None:
     assert torch.equal(logits, MASKED)
     assert torch.equal(labels, LABELS)
     wide = MASKED.repeat_interleave(2, 0)[::2]
-    assert compute_accumulation_step(wide.T.contiguous().T, 1) == (1, 5, 2)
+    assert compute_accumulation_step(wide.T.contiguous().T, 1) == (1, 5, 1)
 
 
 def test_rows_without_positives_or_negatives_keep_all() -> None:

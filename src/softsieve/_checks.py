@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -143,6 +144,29 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str =
             f"target: expected shape {tuple(shape)} for {name} of shape {tuple(like.shape)}, found {tuple(value.shape)}"
         )
     same_device("target", value, like, name)
+
+
+def class_last(logits: Tensor) -> None:
+    """Warn where `F.cross_entropy` would take logits and target of these shapes too, and read another dimension.
+
+    Not refused: a batch of sequences as long as there are classes is nothing wrong.
+    """
+    size = logits.shape[-1]
+    if logits.ndim > 2 and size > 1 and all(other == size for other in logits.shape[1:-1]):
+        _tell_of_layout()
+
+
+def _tell_of_layout() -> None:
+    warnings.warn(
+        "logits: expected classes in the last dimension, and found as many of every dimension but the first, which "
+        "F.cross_entropy would read as (N, C, ...) with classes in the second. If they are in the last, give "
+        "logits.flatten(0, -2) and target.flatten(); if in the second, logits.movedim(1, -1).flatten(0, -2)",
+        stacklevel=4,
+    )
+
+
+# A compiled graph tells it when it is made: what `torch.compiler.assume_constant_result` does, which imports dynamo.
+_tell_of_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: bool = True) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from softsieve import ASCrossEntropyLoss
+from softsieve import ASCrossEntropyLoss, LinearASCrossEntropyLoss
 from softsieve.errors import InputError
 from softsieve.training import ASSpeed, SolvedSampler
 
@@ -181,6 +181,56 @@ def test_margin_comes_down(limit: dict[str, Any]) -> None:
     module, _ = fit([DeltaCallback(0.2, initial_delta=0.9, ratio=0.5)], **limit)
     assert module.deltas[:17] == pytest.approx([0.9 - 0.7 * step / 16 for step in range(17)])
     assert set(module.deltas[16:]) == {0.2}
+
+
+class Linear(Module):
+    """The last layer is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = LinearASCrossEntropyLoss(CLASSES, CLASSES, return_stats=True)  # type: ignore[assignment]
+
+
+def test_margin_of_a_layer_with_its_loss_comes_down() -> None:
+    module, _ = fit([DeltaCallback(0.2, initial_delta=0.9, ratio=0.5)], make=Linear, max_epochs=2)
+    assert module.deltas[0] == pytest.approx(0.9)
+    assert module.criterion.delta == module.deltas[-1] == 0.2
+
+
+class Manual(Module):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(outputs["loss"])
+        optimizer.step()
+        return outputs
+
+
+def test_speed_refuses_manual_optimization_and_skipping_does_not() -> None:
+    with pytest.raises(InputError, match=r"automatic_optimization: expected True, .* AS-Speed .* found False"):
+        fit([SpeedCallback(ASSpeed())], make=Manual)
+    module, _ = fit([], skipper(), make=Manual, max_epochs=4)
+    assert sum(module.visited.values()) < 0.9 * 4 * ROWS
+
+
+@pytest.mark.parametrize("count", [ROWS - 1, ROWS + 1, 2 * ROWS])
+def test_skipping_wants_a_sampler_of_all_rows(count: int) -> None:
+    with pytest.raises(InputError, match=rf"num_samples: expected {ROWS}, the rows of the data set, found {count}"):
+        fit([], SkipCallback(count))
+
+
+def test_the_loader_has_its_length_before_training() -> None:
+    skip = skipper()
+    loader: DataLoader[Any] = DataLoader(rows(), BATCH, sampler=skip.sampler)  # type: ignore[arg-type]
+    assert len(loader) == ROWS // BATCH
+    assert sorted(skip.sampler) == list(range(ROWS))
 
 
 def test_looks_are_told_in_their_order() -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from softsieve import as_cross_entropy, as_multilabel_loss
 from softsieve.errors import InputError
 from softsieve.training import ASSpeed
+from tests.helpers import default_dtype
 
 pytest.importorskip("transformers")
 
@@ -326,6 +328,28 @@ def test_items_of_several_gpus_in_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(run.compute_loss(model, inputs, num_items_in_batch=torch.tensor([[2], [2]])), expected)
     run.args.average_tokens_across_devices = False
     torch.testing.assert_close(run.compute_loss(model, inputs, num_items_in_batch=torch.tensor([[1], [1]])), expected)
+
+
+def test_as_many_positions_as_classes_are_nothing_to_tell(tmp_path: Path) -> None:
+    model = bert("TokenClassification")
+    run = trainer(tmp_path, easy(), model)
+    inputs = {"input_ids": torch.ones(2, CLASSES, dtype=torch.long), "labels": torch.zeros(2, CLASSES).long()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run.compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = bert()
+    run = trainer(tmp_path, easy(), model)
+    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.tensor([0, 1])}
+    many = torch.tensor(100_001)  # more than fp16 holds, and rounded in bf16
+    plain = run.compute_loss(model, inputs, num_items_in_batch=many)
+    with default_dtype(dtype):
+        found = run.compute_loss(model, inputs, num_items_in_batch=many)
+        assert run.training_step(model, inputs, many).dtype == torch.float32
+    assert torch.equal(found, plain)
 
 
 def test_mixes_with_a_trainer_of_ones_own(tmp_path: Path) -> None:

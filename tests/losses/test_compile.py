@@ -73,6 +73,17 @@ def test_bad_labels_are_refused_in_compiled_code_too(loss: Any, bad: Tensor) -> 
         compiled(torch.zeros(2, 3), bad)
 
 
+def test_an_ambiguous_shape_is_told_in_compiled_code_too() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x, t: as_cross_entropy(x, t), fullgraph=True, backend=counter)
+    for length in range(2, 9):
+        logits, target = torch.randn(2, length, 12), torch.randint(12, (2, length))
+        torch.testing.assert_close(step(logits, target), as_cross_entropy(logits, target))
+    assert counter.frame_count <= 2  # once for the first length, once for any
+    with pytest.warns(UserWarning, match="logits: expected classes in the last dimension"):
+        step(torch.randn(2, 12, 12), torch.randint(12, (2, 12)))
+
+
 def test_fake_tensors_go_through_the_ops() -> None:
     with FakeTensorMode():
         logits = torch.randn(4, 5, requires_grad=True)

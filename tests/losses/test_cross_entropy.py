@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -14,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softsieve import as_cross_entropy, as_keep_mask, reference
+from softsieve import ASCrossEntropyLoss, as_cross_entropy, as_keep_mask, reference
 from softsieve.bench.measure import peak_bytes
 from softsieve.kernels import cross_entropy_torch as kernel
-from tests.helpers import IGNORED, distance_to_margin, make
+from tests.helpers import IGNORED, default_dtype, distance_to_margin, make
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = [(1, 1), (1, 2), (3, 4), (252, 7), (123, 507), (33, 1031)]
@@ -339,10 +340,55 @@ def test_any_leading_shape_and_stride(leading: tuple[int, ...], strided: bool) -
     torch.testing.assert_close(grad.reshape(-1, 5), grad_of(lambda x: as_cross_entropy(x, flat_target), flat_logits))
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 5), (5, 5, 5), (2, 3, 3, 3)])
+def test_a_shape_that_cross_entropy_reads_otherwise_is_told(shape: tuple[int, ...]) -> None:
+    logits, target = torch.randn(shape), torch.randint(shape[-1], shape[:-1])
+    F.cross_entropy(logits, target)  # takes the second dimension for classes, and does not complain either
+    words = r"logits: expected classes in the last dimension, .* F.cross_entropy"
+    with pytest.warns(UserWarning, match=words) as told:
+        loss = as_cross_entropy(logits, target, delta=1)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=words):
+        ASCrossEntropyLoss()(logits, target)
+    with pytest.warns(UserWarning, match=words):
+        mask = as_keep_mask(logits, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows, labels = logits.flatten(0, -2), target.flatten()
+        assert torch.equal(loss, as_cross_entropy(rows, labels, delta=1))
+        assert torch.equal(mask.flatten(0, -2), as_keep_mask(rows, labels))
+        theirs = as_cross_entropy(logits.movedim(1, -1).flatten(0, -2), labels, delta=1)
+    torch.testing.assert_close(theirs, F.cross_entropy(logits, target))
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 5), (1, 1, 1), (2, 4, 5), (5, 5, 4), (2, 3, 5, 5), (2, 5, 3, 5)])
+def test_a_shape_that_cross_entropy_cannot_read_otherwise_is_not_told(shape: tuple[int, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_cross_entropy(torch.randn(shape), torch.randint(shape[-1], shape[:-1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
 def test_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
     logits, target = make(20, 5, ignored=0)
     assert torch.equal(as_cross_entropy(logits, target.to(dtype)), as_cross_entropy(logits, target))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, dtype: torch.dtype) -> None:
+    logits, target = make(40, 6)
+    weight = torch.rand(6)
+
+    def found() -> list[Tensor]:
+        x = logits.to(dtype).requires_grad_()
+        loss, stats = as_cross_entropy(x, target, weight=weight, return_stats=True)
+        (grad,) = torch.autograd.grad(loss, x)
+        return [loss, grad, *stats]
+
+    plain = found()
+    with default_dtype(default):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found(), plain, strict=True))
 
 
 def test_inputs_are_never_changed() -> None:

@@ -7,7 +7,7 @@ classes and several groups of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,11 +21,11 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from softsieve import LinearASCrossEntropyLoss, LinearASStats, linear_as_cross_entropy
+from softsieve import LinearASCrossEntropyLoss, LinearASStats, as_cross_entropy, linear_as_cross_entropy
 from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.reference import losses as reference
-from tests.helpers import IGNORED, distance_to_margin
+from tests.helpers import IGNORED, default_dtype, distance_to_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -738,12 +738,22 @@ def test_delta_is_not_rounded(default: torch.dtype) -> None:
     gap = 0.1 + 5e-10
     logits = torch.tensor([[(1 + gap) / 2, (1 - gap) / 2]], dtype=torch.float64).log()
     weight, target = torch.eye(2, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         assert linear_as_cross_entropy(logits, weight, target, backend="torch") == 0
-    finally:
-        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_the_default_dtype_changes_nothing(backend: str, default: torch.dtype) -> None:
+    hidden, weight, bias, target = make_case().arguments(torch.float32)
+
+    def found() -> list[Tensor]:
+        loss, stats = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend, return_stats=True)
+        return [loss, *torch.autograd.grad(loss, (hidden, weight, bias)), *stats]
+
+    plain = found()
+    with default_dtype(default):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found(), plain, strict=True))
 
 
 # -- backends and what is refused --------------------------------------------------------------------------------------
@@ -846,12 +856,59 @@ def test_triton_refuses_float64() -> None:
         linear_as_cross_entropy(H.double(), W.double(), T, backend="triton")
 
 
-def test_no_second_derivative() -> None:
+SECOND = (
+    r"^linear_as_cross_entropy: .* second derivative.* as_cross_entropy\(F.linear\(hidden, weight, bias\), target\)"
+)
+
+
+class Marked(Tensor):
+    """A tensor subclass, which goes by the registered ops."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Marked])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_derivative_is_refused_not_zero(backend: str, kind: type[Tensor]) -> None:
     hidden, weight, bias, target = make_case(rows=3, ignored=0).arguments(torch.float32)
-    loss = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend="torch")
-    grad = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()  # type: ignore[no-untyped-call]
+    hidden = hidden.detach().as_subclass(kind).requires_grad_()
+
+    def loss() -> Tensor:
+        return linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend)
+
+    for value in (loss(), loss() * 2, loss() * hidden.sum()):
+        grads = torch.autograd.grad(value, (hidden, weight, bias), create_graph=True)
+        assert all(grad.requires_grad for grad in grads)
+        for grad in grads:
+            with pytest.raises(NotImplementedError, match=SECOND):
+                torch.autograd.grad(grad.square().sum(), hidden, retain_graph=True, allow_unused=True)
+    once = torch.autograd.grad(loss(), (hidden, weight, bias))
+    again = torch.autograd.grad(loss(), (hidden, weight, bias), create_graph=True)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_as_a_function(backend: str) -> None:
+    hidden, weight, bias, target = make_case(rows=3, ignored=0).arguments(torch.float32)
+
+    def loss(x: Tensor) -> Tensor:
+        return linear_as_cross_entropy(x, weight, target, bias=bias, backend=backend)
+
+    (expected,) = torch.autograd.grad(loss(hidden), hidden)
+    assert torch.equal(torch.func.grad(loss)(hidden.detach()), expected)
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(hidden.detach())
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.autograd.functional.hessian(loss, hidden.detach())  # type: ignore[no-untyped-call]
+
+
+def test_the_reference_has_second_derivatives() -> None:
+    case = make_case(rows=3, size=4, classes=6, ignored=0)
+
+    def curvature(loss: Callable[[Tensor], Tensor]) -> Any:
+        return torch.autograd.functional.hessian(loss, case.hidden)  # type: ignore[no-untyped-call]
+
+    found = curvature(lambda x: linear_as_cross_entropy(x, case.weight, case.target, backend="reference"))
+    assert found.any()
+    torch.testing.assert_close(found, curvature(lambda x: as_cross_entropy(x @ case.weight.T, case.target)))
 
 
 # -- as a module -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softsieve import as_multilabel_loss, reference
+from tests.helpers import default_dtype
 
 INF, NAN = float("inf"), float("nan")
 LOGITS = torch.tensor([[1.2, 1.5, 1.0, -0.35], [2.5, 3.5, 0.4, 0.3], [2.5, 3.5, 0.4, 0.3]])
@@ -121,6 +122,16 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
     )
     with torch.autocast("cpu", dtype=dtype):
         assert as_multilabel_loss(logits, target).dtype == torch.float32
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    logits, target = make(50, 20)
+    plain = as_multilabel_loss(logits, target)
+    with default_dtype(default):
+        found = as_multilabel_loss(logits, target)
+    assert found.dtype == plain.dtype
+    assert torch.equal(found, plain)
 
 
 def test_leading_shapes_and_strides() -> None:

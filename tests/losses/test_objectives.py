@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softsieve import as_cross_entropy, as_multilabel_loss
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Outcome, make_objective
-from tests.helpers import IGNORED, make
+from tests.helpers import IGNORED, default_dtype, make
 
 INF = float("inf")
 AVAILABLE = [name for name in SINGLE_LABEL if find_spec("entmax") or name not in ("sparsemax", "entmax-1.5")]
@@ -94,6 +94,22 @@ def test_leading_shapes(name: str) -> None:
     flat = make_objective(name, reduction="none")(logits, target).loss
     folded = make_objective(name, reduction="none")(logits.view(2, 12, 9), target.view(2, 12)).loss
     torch.testing.assert_close(folded, flat.view(2, 12))
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_a_shape_that_cross_entropy_reads_otherwise_is_told(name: str) -> None:
+    logits, target = make(18, 9, ignored=0)
+    with pytest.warns(UserWarning, match="logits: expected classes in the last dimension"):
+        make_objective(name)(logits.view(2, 9, 9), target.view(2, 9))
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(name: str, default: torch.dtype) -> None:
+    logits, target = make(24, 9)
+    plain = make_objective(name)(logits.float(), target).loss
+    with default_dtype(default):
+        assert torch.equal(make_objective(name)(logits.float(), target).loss, plain)
 
 
 @pytest.mark.parametrize("name", AVAILABLE)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from softsieve.training import InfoBatchSampler
+from tests.helpers import default_dtype
 
 
 def losses(rows: int, below: int) -> Tensor:
@@ -107,6 +108,19 @@ def test_state_is_a_copy() -> None:
     state = sampler.state_dict()
     sampler.update(torch.arange(50), torch.zeros(50))
     assert state["loss"].max() > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    loss = losses(50, 20)
+    plain = second_epoch(loss)
+    with default_dtype(dtype):
+        found = second_epoch(loss)
+        again = InfoBatchSampler(50, epochs=100)
+        again.load_state_dict(plain.state_dict())
+    assert torch.equal(found.plan, plain.plan)
+    assert torch.equal(found.weights, plain.weights)
+    assert torch.equal(again.loss, found.loss)
 
 
 def test_bad_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
 from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
-from tests.training.helpers import Judge, Net, equal_weights, flags, points, tokens, trainer
+from tests.helpers import default_dtype
+from tests.training.helpers import CLASSES, Judge, Net, equal_weights, flags, points, tokens, trainer
 
 
 def close_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -465,12 +467,33 @@ def test_tokens_are_solved_when_all_that_count_are() -> None:
     assert 0 < sum(by_hand) < 40  # some by chance, those without labels among them
 
 
+@pytest.mark.parametrize("loss", ["softmax", "as-softmax"])
+def test_as_many_positions_as_classes_are_nothing_to_tell(loss: str) -> None:
+    rows = tokens(40, longest=CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer(rows, validation=rows, loss=loss).fit()
+
+
 def test_multilabel() -> None:
     result = trainer(flags(200), validation=flags(60, seed=1), epochs=20, learning_rate=0.02).fit()
     assert result.best["accuracy"] > 0.85
     skipping = trainer(flags(200), validation=flags(60, seed=1), epochs=20, learning_rate=0.02, skip="solved").fit()
     assert skipping.best["accuracy"] > 0.83
     assert skipping.trained < result.trained
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", [{"skip": "solved"}, {"skip": "infobatch"}, {"speed_steps": 2, "merge": False}])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, settings: dict[str, Any], tmp_path: Path) -> None:
+    rows, model = points(40), Net()
+    plain = trainer(rows, validation=rows, **settings).fit()
+    with default_dtype(default):
+        found = trainer(rows, model=model, validation=rows, output=tmp_path, save_steps=2, **settings).fit()
+    timed = ("seconds", "evaluation_seconds", "log")
+    assert {k: v for k, v in found._asdict().items() if k not in timed} == {
+        k: v for k, v in plain._asdict().items() if k not in timed
+    }
 
 
 def test_bf16() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from softsieve import as_cross_entropy
 from softsieve.training import SolvedSampler
 from softsieve.training.sampler import LEVELS
+from tests.helpers import default_dtype
 from tests.training.helpers import Net, points
 
 
@@ -233,6 +234,101 @@ def test_state_in_the_middle_of_an_epoch() -> None:
         for sampler in (first, second):
             sampler.update(sampler.plan, solved[sampler.plan])
     assert len(first.plan) < 150
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    def sampler() -> SolvedSampler:
+        made = SolvedSampler(200, tolerance=0.05)
+        for _ in range(4):
+            visit(made, torch.arange(200) % 5 > 0)
+        return made
+
+    plain = sampler()
+    with default_dtype(dtype):
+        found = sampler()
+        found.load_state_dict(plain.state_dict())
+        assert torch.equal(found.risk, plain.risk)
+        assert torch.equal(found.next_epoch(), plain.next_epoch())
+
+
+def loop(sampler: SolvedSampler, batches: int, *, drop_last: bool = False, workers: int = 0) -> list[int]:
+    """Rows that a loop of one's own visits in so many batches, epoch after epoch; rows of even number are solved."""
+    rows: Any = range(30)
+    loader: DataLoader[Any] = DataLoader(rows, 4, sampler=sampler, drop_last=drop_last, num_workers=workers)
+    visited: list[int] = []
+    while True:
+        for index in loader:
+            visited += index.tolist()
+            sampler.update(index, index % 2 == 0)
+            batches -= 1
+            if batches == 0:
+                return visited
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batches", [1, 5, 7, 8, 9, 15, 17])  # 7 or 8 are an epoch
+def test_iteration_resumes_where_the_state_was_taken(batches: int, drop_last: bool) -> None:
+    whole, first, second = (SolvedSampler(30, tolerance=0.1) for _ in range(3))
+    expected = loop(whole, 24, drop_last=drop_last)
+    visited = loop(first, batches, drop_last=drop_last)
+    second.load_state_dict(first.state_dict())
+    assert visited + loop(second, 24 - batches, drop_last=drop_last) == expected
+    assert second.epoch == whole.epoch
+
+
+def test_rows_that_workers_have_fetched_are_not_lost() -> None:
+    whole, first, second = (SolvedSampler(30, tolerance=0.1) for _ in range(3))
+    expected, visited = loop(whole, 14), loop(first, 2, workers=1)
+    second.load_state_dict(first.state_dict())
+    assert visited + loop(second, 12) == expected
+
+
+def test_an_epoch_of_which_nothing_was_seen_is_resumed_from_its_beginning() -> None:
+    first, second = SolvedSampler(30), SolvedSampler(30)
+    plan = first.next_epoch().tolist()
+    second.load_state_dict(first.state_dict())
+    assert list(second) == plan
+    assert second.epoch == 0
+    assert second.state_dict()["position"] == len(second) == 30
+    assert list(second) != plan
+    assert second.epoch == 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ranks_resume_at_one_place(own: bool) -> None:
+    """With a state for each rank, or that of the first for all."""
+    ranks = [SolvedSampler(31, num_replicas=2, rank=rank) for rank in range(2)]
+    shares = [list(sampler) for sampler in ranks]
+    for sampler in ranks:
+        sampler.load_state_dict({**sampler.state_dict(), "position": 0})
+    for sampler, share in zip(ranks, shares, strict=True):
+        sampler.update(torch.tensor(share[:6]), torch.ones(6, dtype=torch.bool))
+    states = [sampler.state_dict() for sampler in ranks]
+    for rank, sampler in enumerate(ranks):
+        sampler.load_state_dict(states[rank if own else 0])
+        assert list(sampler) == shares[rank][6:]
+
+
+def test_a_new_epoch_can_be_begun_after_a_resume() -> None:
+    first, second = SolvedSampler(30), SolvedSampler(30)
+    loop(first, 2)
+    for state in (first.state_dict(), {k: v for k, v in first.state_dict().items() if k != "position"}):
+        second.load_state_dict(state)
+        second.next_epoch()
+        assert second.epoch == 1
+        assert list(second) == second.plan.tolist()
+        assert second.epoch == 2
+
+
+def test_a_state_without_a_position_goes_on_with_the_next_epoch() -> None:
+    first, second = SolvedSampler(30), SolvedSampler(30)
+    loop(first, 2)
+    state = first.state_dict()
+    del state["position"]  # as earlier versions wrote it
+    second.load_state_dict(state)
+    assert sorted(second) == list(range(30))
+    assert second.epoch == 1
 
 
 def test_state_before_the_first_epoch() -> None:

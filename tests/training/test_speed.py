@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -33,7 +35,10 @@ def speed(lam: float, most: int, steps: int) -> ASSpeed:
         (1.0, 3, 31, 4),
         (1.0, 5, 31, 5),  # the most
         (1.0, 3, 0, 3),  # never fewer
-        (0.25, 1, 16, 1),  # round(0.5) is 0
+        (0.25, 1, 16, 1),  # 0.5 rounds to 0
+        (0.75, 1, 16, 1),  # 1.5, as every half, rounds down
+        (1.25, 2, 16, 2),
+        (1.75, 3, 16, 3),
         (3.0, 1, 0, 2),
         (1.0, 1, 32, 2),  # all solved: towards the most
         (0.01, 4, 32, 5),
@@ -64,6 +69,14 @@ def test_equals_the_published_rule_when_one_step_away(lam: float, counts: tuple[
     if solved < total:
         assert speed(lam, 1000, max(1, published - 1)).update(solved, total) == published
         assert speed(lam, 1000, published).update(solved, total) == published
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0, 1.5, 2.0])
+def test_a_half_is_rounded_down(lam: float) -> None:
+    for total in range(1, 65):
+        for solved in range(total):
+            wanted = math.ceil(Fraction(lam) * total / (total - solved) - Fraction(1, 2))
+            assert speed(lam, 1000, max(1, wanted - 1)).update(solved, total) == max(1, wanted)
 
 
 def test_all_solved_arrives_at_the_most() -> None:

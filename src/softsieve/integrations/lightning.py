@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from softsieve.errors import InputError
+from softsieve.losses.linear import LinearASCrossEntropyLoss
 from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
+
+LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss)
 
 
 def _reported(outputs: Any, name: str) -> Tensor:
@@ -58,7 +61,7 @@ class DeltaCallback(Callback):
         self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.losses = [m for m in pl_module.modules() if isinstance(m, ASCrossEntropyLoss | ASMultiLabelLoss)]
+        self.losses = [m for m in pl_module.modules() if isinstance(m, LOSSES)]
         if not self.losses:
             raise InputError("DeltaCallback: expected an AS loss among the modules of the model, found none")
         if trainer.max_steps == -1 and trainer.max_epochs == -1:
@@ -81,6 +84,10 @@ class SpeedCallback(Callback):
     Args:
         speed: the rule, with its state; saved in checkpoints.
 
+    Raises:
+        InputError: when training starts, if accumulation is not Lightning's to change: under manual optimization, with
+            ``accumulate_grad_batches`` or with a strategy that accumulates by itself.
+
     Example::
 
         Trainer(max_epochs=10, callbacks=[SpeedCallback(ASSpeed(max_steps=4))])
@@ -94,11 +101,18 @@ class SpeedCallback(Callback):
         self._seen = torch.zeros(2, dtype=torch.long)  # rows solved and not solved in this window
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.accumulate_grad_batches != 1:
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise InputError(
+                "automatic_optimization: expected True, or AS-Speed would change nothing, found False: "
+                "call ASSpeed.update in training_step"
+            )
+        if trainer.accumulate_grad_batches != 1:
             raise InputError(
                 f"accumulate_grad_batches: expected 1, AS-Speed sets it, found {trainer.accumulate_grad_batches}"
             )
-        if stage == "fit" and trainer.strategy.handles_gradient_accumulation:
+        if trainer.strategy.handles_gradient_accumulation:
             raise InputError(
                 f"strategy: expected one whose accumulation may change, found {type(trainer.strategy).__name__}"
             )
@@ -140,9 +154,14 @@ class SpeedCallback(Callback):
 class SkipCallback(Callback):
     """Leaves solved rows out of the epochs: a `SolvedSampler` that Lightning's loop, validation and checkpoints follow.
 
+    Until training starts, ``len(loader)`` is that of one process and of all rows; then it is that of the epoch.
+
     Args:
         num_samples: rows of the data set.
         **settings: keywords of `SolvedSampler`.
+
+    Raises:
+        InputError: when training starts, if the loader has another sampler or a data set of another length.
 
     Example::
 
@@ -153,8 +172,8 @@ class SkipCallback(Callback):
 
     def __init__(self, num_samples: int, **settings: Any) -> None:
         self.solved = SolvedSampler(num_samples, **settings)
-        self.sampler = _Share()
         self._plan = self.solved.next_epoch()
+        self.sampler = _Share(self._plan.tolist())
         self._over = False  # whether the plan has been visited
         self._batches = 0  # of it, visited by now
         self._epoch = 0  # in which they were
@@ -190,6 +209,11 @@ class SkipCallback(Callback):
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or loader.sampler is not self.sampler:
             raise InputError("train_dataloader: expected a DataLoader with the callback's sampler, found another")
+        data: Any = loader.dataset
+        if hasattr(data, "__len__") and len(data) != self.solved.num_samples:
+            raise InputError(
+                f"num_samples: expected {len(data)}, the rows of the data set, found {self.solved.num_samples}"
+            )
         self._full = max(self._full, trainer.num_training_batches)
         if self._loaded:
             self._loaded = False
@@ -239,9 +263,9 @@ class SkipCallback(Callback):
 class _Share(DistributedSampler[int]):
     """The rows of one process, from ``start`` on after a resume; a DistributedSampler, which Lightning leaves alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: list[int]) -> None:
         super().__init__(range(1), num_replicas=1, rank=0)  # type: ignore[arg-type]
-        self.rows: list[int] = []
+        self.rows = rows
         self.start = 0
 
     def __iter__(self) -> Iterator[int]:

@@ -156,19 +156,22 @@ class ASTrainerMixin(Trainer):
         delta = self._delta if model.training else self.as_options.delta
         multilabel = labels.shape == logits.shape
         objective: Objective = (MultiLabelASSoftmax if multilabel else ASSoftmax)(delta=delta, reduction="sum")
-        loss, solved = objective(logits, labels)
+        if labels.shape == logits.shape[:-1]:  # flat: as many positions as classes are nothing to warn of
+            loss, solved = objective(logits.flatten(0, -2), labels.flatten())
+        else:
+            loss, solved = objective(logits, labels)
         counted = torch.ones_like(labels[..., 0], dtype=torch.bool) if multilabel else labels != -100
         if num_items_in_batch is None:
             loss = loss / counted.sum().clamp_min(1)
         else:  # DataParallel has it once a GPU; the Trainer counts the flags of multi-label, the loss its rows
-            items = torch.as_tensor(num_items_in_batch).flatten()[0] / (labels.shape[-1] if multilabel else 1)
+            items = torch.as_tensor(num_items_in_batch).flatten()[0].float() / (labels.shape[-1] if multilabel else 1)
             loss = loss / items.clamp_min(1)
             if self.args.average_tokens_across_devices:  # items of all processes, whose gradients will be averaged
                 loss = loss * (self.accelerator.num_processes // self.get_tp_size())
             else:  # items of one GPU, logits of all of them
                 loss = loss / max(1, self.args.n_gpu)
         if model.training and solved is not None:
-            self._take_note(inputs, solved, counted)
+            self._take_note(inputs, solved.view(counted.shape), counted)
         if return_outputs:
             return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
         return loss
@@ -203,7 +206,7 @@ class ASTrainerMixin(Trainer):
         return missing + seen, items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        loss = torch.zeros((), device=self.args.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         while self._early:
             batch = self._early.pop(0)
             with self.accelerator.no_sync(model=model):
@@ -297,6 +300,7 @@ class ASTrainerMixin(Trainer):
                 self._speed.load_state_dict(state["speed"])
             if self._sampler is not None and "sampler" in state:
                 sampler = {**state["sampler"], **load_tensors(checkpoint / SAMPLER)}
+                sampler.pop("position", None)  # the Trainer skips the batches that are behind itself
                 if state["batches"] > 0:  # in the middle of an epoch: the next iteration repeats its plan
                     sampler["started"] = False
                 self._sampler.load_state_dict(sampler)

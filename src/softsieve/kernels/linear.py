@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from softsieve.kernels import linear_torch
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
@@ -409,7 +408,11 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     hidden, weight, bias, target, *saved = ctx.saved_tensors
     threshold, kept, lse, norm, share, own, _, listed, classes, logits, counts = saved
     wanted = list(ctx.needs_input_grad[:3])
-    call: Callable[..., tuple[Tensor, ...]] = backward_op if _by_op(hidden) else backward
+    call: Callable[..., tuple[Tensor, ...]] = backward
+    if _by_op(hidden):
+        call = backward_op
+    elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
+        call = _Backward.apply
     grads = call(
         grad_loss * share, hidden, weight, bias, target, threshold, kept, lse, norm, own, listed, classes, logits,
         counts, *ctx.options, wanted,
@@ -417,13 +420,31 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 9
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "linear_as_cross_entropy: expected to be differentiated once, found a second derivative: "
+        "take as_cross_entropy(F.linear(hidden, weight, bias), target) or backend='reference', which have it"
+    )
+
+
 forward_op.register_autograd(_differentiate, setup_context=_save)
+backward_op.register_autograd(_refuse, setup_context=_save_nothing)
 
 
-class _Function(torch.autograd.Function):
+class _Forward(torch.autograd.Function):
     forward = staticmethod(forward)
     setup_context = staticmethod(_save)
-    backward = staticmethod(once_differentiable(_differentiate))  # type: ignore[assignment]
+    backward = staticmethod(_differentiate)
+
+
+class _Backward(torch.autograd.Function):
+    forward = staticmethod(backward)
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse)
 
 
 def linear_as_cross_entropy(hidden: Tensor, *more: Any) -> Outputs:
@@ -442,5 +463,5 @@ def linear_as_cross_entropy(hidden: Tensor, *more: Any) -> Outputs:
         backend: "torch" or "triton".
         group: name of the process group over which the weight is sharded; empty for none.
     """
-    found: Outputs = forward_op(hidden, *more) if _by_op(hidden) else _Function.apply(hidden, *more)  # type: ignore[no-untyped-call]
+    found: Outputs = forward_op(hidden, *more) if _by_op(hidden) else _Forward.apply(hidden, *more)  # type: ignore[no-untyped-call]
     return found

@@ -58,7 +58,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
         ignore_index: label of rows that do not count; any integer.
 
     Shape:
-        logits ``(..., C)``, target ``(...)``, result ``(..., C)``.
+        logits ``(..., C)``, classes last, target ``(...)``, result ``(..., C)``. Warns as `as_cross_entropy` does.
 
     Returns:
         bool tensor, True where the class is kept. Constant to autograd.
@@ -76,6 +76,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
     """
     _checks.logits(logits)
     _checks.target(target, logits)
+    _checks.class_last(logits)
     delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     x, t = _rows(logits.detach(), target)
@@ -151,6 +152,9 @@ def as_cross_entropy(
 
     Shape:
         logits ``(..., C)``, target ``(...)``, weight ``(C,)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+        Classes are last, where `F.cross_entropy` has ``(N, C, ...)``: give it ``logits.movedim(1, -1)``. Of logits
+        ``(N, L, C)`` with L equal to C both would take the same shapes for another meaning, which a warning tells; with
+        ``logits.flatten(0, -2)`` and ``target.flatten()`` there is nothing to mistake.
 
     Returns:
         The loss, in the dtype of the logits (fp32 under autocast); with ``return_stats`` the pair of it and `ASStats`.
@@ -172,6 +176,7 @@ def as_cross_entropy(
     """
     _checks.logits(logits)
     _checks.target(target, logits)
+    _checks.class_last(logits)
     delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)

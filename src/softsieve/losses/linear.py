@@ -134,6 +134,9 @@ def linear_as_cross_entropy(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was found. Labels out of range on a GPU
             stop the device with an assertion instead: looking would stall the queue.
+        NotImplementedError: when a gradient made with ``create_graph=True``, or by `torch.func.grad`, is differentiated
+            again. ``as_cross_entropy(F.linear(hidden, weight, bias), target)`` has second derivatives, and so has
+            ``backend="reference"``; both hold the logits.
 
     Example:
         >>> hidden, weight = torch.eye(2, 3, requires_grad=True), torch.tensor([[4.0, 0, 0], [0, 1, 0], [0, 0, 1]])

@@ -20,7 +20,7 @@ class ASCrossEntropyLoss(nn.Module):
         return_stats: return the pair of loss and `ASStats`.
 
     Shape:
-        logits ``(..., C)``, target ``(...)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+        logits ``(..., C)``, classes last, target ``(...)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
 
     Example:
         >>> criterion = ASCrossEntropyLoss(delta=0.1)

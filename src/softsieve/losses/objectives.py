@@ -75,6 +75,7 @@ class Rival(SingleLabel):
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         _checks.logits(logits)
         _checks.target(target, logits)
+        _checks.class_last(logits)
         label, counted = check_labels(target.reshape(-1).long(), logits.shape[-1], self.ignore_index)
         rows = self.rows(logits.reshape(-1, logits.shape[-1]), label)
         if self.reduction == "none":

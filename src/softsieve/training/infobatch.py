@@ -42,8 +42,8 @@ class InfoBatchSampler:
         _checks.whole_number("seed", seed, 0, 2**40)
         self.num_samples, self.epochs, self.prune, self.anneal, self.seed = num_samples, epochs, prune, anneal, seed
         self.epoch = -1
-        self.loss = torch.full((num_samples,), float("inf"))  # of every row when last seen
-        self.weights = torch.ones(num_samples)  # of every row's loss in this epoch
+        self.loss = torch.full((num_samples,), float("inf"), dtype=torch.float32)  # of every row when last seen
+        self.weights = torch.ones(num_samples, dtype=torch.float32)  # of every row's loss in this epoch
         self.plan = torch.empty(0, dtype=torch.long)
 
     def update(self, indices: Tensor, loss: Tensor) -> None:
@@ -60,7 +60,7 @@ class InfoBatchSampler:
         self.epoch += 1
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         visit = torch.ones(self.num_samples, dtype=torch.bool)
-        self.weights = torch.ones(self.num_samples)
+        self.weights = torch.ones(self.num_samples, dtype=torch.float32)
         if self.epoch > 0 and self.epoch < self.anneal * self.epochs:
             below = (self.loss < self.loss[self.loss.isfinite()].mean()).nonzero().flatten()
             leave = int(self.prune * len(below))

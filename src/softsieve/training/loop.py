@@ -130,10 +130,10 @@ class Trainer:
         self.seconds = self.evaluation_seconds = 0.0
         # What the latest pass over each row showed, on the device so that nothing waits for it.
         self.row_solved = torch.zeros(len(train), dtype=torch.bool, device=self.device)
-        self.row_loss = torch.zeros(len(train), device=self.device)
-        self.row_weight = torch.ones(len(train), device=self.device)
+        self.row_loss = torch.zeros(len(train), dtype=torch.float32, device=self.device)
+        self.row_weight = torch.ones(len(train), dtype=torch.float32, device=self.device)
         # Since the last log line: loss summed over steps and rows solved; from which step on, over how many rows.
-        self.tally = torch.zeros(2, device=self.device)
+        self.tally = torch.zeros(2, dtype=torch.float32, device=self.device)
         self.logged = self.samples = 0
         self.rate = 0.0  # the learning rate of the latest step
 
@@ -167,7 +167,7 @@ class Trainer:
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": s.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        lr = torch.tensor(s.learning_rate, device=self.device) if self.graphs else s.learning_rate
+        lr = torch.tensor(s.learning_rate, dtype=torch.float32, device=self.device) if self.graphs else s.learning_rate
         if self.graphs:
             model.to(self.device)  # the optimizer must find its parameters where they stay
         groups = [group for group in groups if group["params"]]
@@ -191,12 +191,17 @@ class Trainer:
     def _rows_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and whether it is solved, of every row, and the logits."""
         logits = self.model(**batch.inputs).float()
-        loss, solved = self.objective(logits, batch.target)
+        target = batch.target
+        tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
+        if tokens:  # flat: as many positions as classes are nothing to warn of
+            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())
+        else:
+            loss, solved = self.objective(logits, target)
         if solved is None:
             solved = torch.zeros_like(loss, dtype=torch.bool)
-        if loss.ndim > 1:  # a row of tokens is solved when all that count are
-            solved = (solved | (batch.target == IGNORED)).all(-1)
-            loss = loss.sum(-1)
+        if tokens:  # a row of tokens is solved when all that count are
+            solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
+            loss = loss.view(target.shape).sum(-1)
         return loss, solved, logits
 
     def _count(self, target: Tensor, weight: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ class Trainer:
     def _share(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """This process's part of the rows ``index``, equally long on all; what is filled up has weight 0."""
         short = -len(index) % self.ranks
-        weight = torch.ones(len(index) + short)
+        weight = torch.ones(len(index) + short, dtype=torch.float32)
         weight[len(index) :] = 0
         index = torch.cat([index, index[:1].expand(short)])
         size = len(index) // self.ranks

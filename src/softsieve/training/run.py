@@ -114,7 +114,7 @@ def _shown(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str,
     if part is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
         return None
     rows = held_out[part].to(trainer.device)
-    index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS)).long()
+    index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS), dtype=torch.float32).long()
     return part, {"logits": trainer.logits(rows, index), "target": rows.target[index.to(trainer.device)].cpu()}
 
 

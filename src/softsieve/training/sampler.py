@@ -54,6 +54,10 @@ class SolvedSampler(Sampler[int]):
                 loss, stats = as_cross_entropy(model(features), target, return_stats=True)
                 sampler.update(index, stats.solved)
 
+        A loop that keeps ``sampler.state_dict()`` in its checkpoints resumes in the middle of an epoch: after
+        `load_state_dict` the first iteration yields the rows that `update` has not been told of, and no batch is to be
+        skipped by hand.
+
         Of 1000 rows, 900 are solved whenever they are seen. Nothing is known of how they last, then it is:
 
         >>> sampler = SolvedSampler(1000, tolerance=0.01, recheck=0.1)
@@ -91,6 +95,8 @@ class SolvedSampler(Sampler[int]):
         self.seed, self.num_replicas, self.rank = seed, num_replicas, rank
         self.epoch = 0  # whose rows `plan` holds, in order
         self._started = False
+        self._over = False  # whether iteration came to the end of the plan
+        self._resume_at: int | None = None  # row of this rank's share at which iteration goes on with a loaded epoch
         self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LEVELS
         self._seen = torch.zeros(num_samples, dtype=torch.uint8)  # in this epoch: 0 not, 1 solved, 2 not solved
         self._looks = torch.zeros(2, LEVELS + 1, dtype=torch.float64)  # by streak: looks, of which not solved; fading
@@ -132,13 +138,20 @@ class SolvedSampler(Sampler[int]):
         self._seen[index] = 2 - flags.to(torch.uint8)
 
     def __iter__(self) -> Iterator[int]:
-        self.next_epoch()
-        size = len(self)
-        yield from self.plan[self.rank * size : (self.rank + 1) * size].tolist()
+        start = self._resume_at
+        if start is None:
+            self.next_epoch()
+        self._resume_at = None
+        yield from self._share()[start:].tolist()
+        self._over = True
 
     def __len__(self) -> int:
-        """Rows that this rank visits in the epoch under way (in the first, before it starts)."""
+        """Rows that this rank visits in the epoch under way (in the first, before it starts), those behind included."""
         return len(self.plan) // self.num_replicas
+
+    def _share(self) -> Tensor:
+        """The rows of the plan that are this rank's."""
+        return self.plan[self.rank * len(self) : (self.rank + 1) * len(self)]
 
     def next_epoch(self) -> Tensor:
         """Begin an epoch: take in what all ranks saw in the last one and return the rows to visit now, in order."""
@@ -146,7 +159,7 @@ class SolvedSampler(Sampler[int]):
             self._take_in()
             self.epoch += 1
             self.plan = self._draw()
-        self._started = True
+        self._started, self._over, self._resume_at = True, False, None
         return self.plan
 
     def _take_in(self) -> None:
@@ -179,17 +192,28 @@ class SolvedSampler(Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """All that changes, so that a run resumed in the middle of an epoch decides as it would have.
 
-        What other ranks saw since the epoch began is not in it: save one for each rank, or between epochs.
+        What other ranks saw since the epoch began is not in it: save one for each rank, or between epochs. ``position``
+        is how many rows of this rank's share are behind: up to the last that `update` was told of, whatever a loader
+        has fetched since, and all of them when iteration came to the end.
         """
+        told = self._seen[self._share()].nonzero()
+        position = len(self) if self._over else int(told.max()) + 1 if len(told) else 0
         tensors = {"streak": self.streak, "seen": self._seen, "looks": self._looks, "plan": self.plan}
-        return {"epoch": self.epoch, "started": self._started, **{k: v.clone() for k, v in tensors.items()}}
+        place = {"epoch": self.epoch, "started": self._started, "position": position}
+        return {**place, **{name: value.clone() for name, value in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the `state_dict` was taken."""
+        """Go on where the `state_dict` was taken.
+
+        Iteration goes on with the epoch that was under way, from ``position`` on, so a loop must not skip batches
+        itself. With that epoch at its end, or without a position, it begins the next one; so does `next_epoch` at once.
+        """
         _checks.state(state, ("epoch", "started", "streak", "seen", "looks", "plan"))
         if len(state["streak"]) != self.num_samples:
             raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['streak'])}")
         _checks.whole_number("epoch", state["epoch"], 0, 2**31)
+        position = state.get("position", 2**62)  # earlier versions wrote none
+        _checks.whole_number("position", position, 0, 2**62)
         _checks.saved("streak", state["streak"], self.streak, high=LEVELS)
         _checks.saved("seen", state["seen"], self._seen, high=2)
         _checks.saved("looks", state["looks"], self._looks, high=1e300)
@@ -197,3 +221,5 @@ class SolvedSampler(Sampler[int]):
         self.epoch, self._started = state["epoch"], bool(state["started"])
         self.streak, self._seen = state["streak"].clone(), state["seen"].clone()
         self._looks, self.plan = state["looks"].clone(), state["plan"].clone()
+        self._over = position >= len(self)
+        self._resume_at = position if self._started and not self._over else None

@@ -11,8 +11,9 @@ class ASSpeed:
     """How many micro-batches the next optimizer step accumulates, from how many rows are solved (arXiv 2508.03175).
 
     A batch of ``total`` rows, ``solved`` of them with zero gradient, carries the signal of ``total - solved`` rows, so
-    ``round(lam * total / (total - solved))`` of them make a full one. The number never falls, rises by at most one at a
-    time and stops at ``max_steps``; with every row solved it heads for ``max_steps``.
+    ``round(lam * total / (total - solved))`` of them make a full one; an exact half is rounded down, as it is in the
+    published code. The number never falls, rises by at most one at a time and stops at ``max_steps``; with every row
+    solved it heads for ``max_steps``.
 
     Under several processes, pass the sums of ``solved`` and ``total`` over all of them, so that every rank gets the
     same answer.
@@ -42,7 +43,8 @@ class ASSpeed:
         """The number of micro-batches in this window, given the rows of the latest batch and how many are solved."""
         _checks.whole_number("total", total, 1, 2**63 - 1)
         _checks.whole_number("solved", solved, 0, total)
-        wanted = self.max_steps if solved == total else round(self.lam * total / (total - solved))
+        ratio = total / (total - solved + 1e-8)  # a half is then a little less
+        wanted = self.max_steps if solved == total else round(self.lam * ratio)
         self.steps = min(max(wanted, self.steps), self.steps + 1, self.max_steps)
         return self.steps
 
