@@ -29,7 +29,7 @@ from softsieve.heads.cascade_gpu import GpuCascade, reason_against
 from softsieve.heads.hadamard import padded, random_signs, rotate
 from softsieve.heads.reader import Reader
 from softsieve.heads.results import Coverage, LogPartition, TopK
-from softsieve.heads.sampling import draw
+from softsieve.heads.sampling import draw, draw_below
 
 if TYPE_CHECKING:
     from softsieve.heads.dithered import Dithered
@@ -263,8 +263,11 @@ class AdaptiveSoftmax:
         """Draw a row for every query from ``softmax(logits / temperature)``, (...) int64.
 
         With ``top_k`` among the k largest, with ``top_p`` among the largest that have this much probability together,
-        at least one. Exact in distribution over rows that are read in full: with ``top_k`` that is all there is to it.
-        Without, rows that are estimated (`logits`) are drawn by their estimates.
+        at least one. That is the distribution of the exact logits whenever the promise holds: with ``top_k`` that the
+        top k are right. Without, a cascade draws from upper ends of all logits, and accepts a row by its own logit; it
+        is exact if no logit is above its upper end, which `calibrate` sees to for ``1 - delta`` of the queries. Where
+        no draw is accepted soon, and with ``top_p`` alone, which takes the whole partition function, the exact product
+        is drawn from.
 
         Args:
             temperature: above 0; 0 draws the largest.
@@ -286,7 +289,20 @@ class AdaptiveSoftmax:
         if top_k is not None:
             best = self.topk(x, top_k, generator=generator)
             return best.indices.gather(-1, draw(best.logits, temperature, top_p, generator)[..., None])[..., 0]
-        return draw(self.logits(x), temperature, top_p, generator)
+        queries = self._queries("x", x, look=self.weight.is_cpu)
+        found = self._fitted(self._largest_k(), len(queries)) if top_p is None or top_p == 1 else None
+        if found is None or not math.isfinite(found[0].envelope):
+            drawn = draw(self._exact_logits(queries), temperature, top_p, generator)
+        else:
+            fit, engine = found
+            ends, answered = engine.upper_ends(queries, fit)
+            drawn = draw_below(
+                ends, answered, partial(self._logits_of, queries), temperature, generator=generator
+            )
+            rest = (drawn < 0).nonzero()[:, 0]
+            if len(rest):
+                drawn[rest] = draw(self._exact_logits(queries[rest]), temperature, None, generator)
+        return drawn.reshape(x.shape[:-1])
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
@@ -413,8 +429,17 @@ class AdaptiveSoftmax:
                 else partial(engine.answer, fit=fit)
             )
             batch = cascade_calibration.measured_batch(fast, partial(self._solve_exactly, k=k), sample)
-            found.append(fit._replace(batch=batch))
-            self.calibrations = {**self.calibrations, k: found[-1]}
+            fit = fit._replace(batch=batch)
+            if not math.isfinite(fit.width) and len(sample) >= fewest:
+                warnings.warn(
+                    f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
+                    "every answer will be exact",
+                    stacklevel=3,
+                )
+            elif k == max(ks):  # the one that `sample` asks with
+                fit = cascade_calibration.envelope(engine, sample, self._exact_logits, fit)
+            found.append(fit)
+            self.calibrations = {**self.calibrations, k: fit}
         return found
 
     def coverage(self, queries: Tensor, k: int = 1) -> Coverage:
@@ -496,6 +521,11 @@ class AdaptiveSoftmax:
     def _exact_logits(self, queries: Tensor) -> Tensor:
         product, bias = self._plain.full(queries), self._scaled_bias()
         return product if bias is None else product + bias
+
+    def _logits_of(self, queries: Tensor, query: Tensor, row: Tensor) -> Tensor:
+        """Exact logits of pairs of a query, times beta, and a row."""
+        found, bias = self._plain.pairs(query, row, queries), self._scaled_bias()
+        return found if bias is None else found + bias[row]
 
     def _method(self) -> str:
         """What answers where a calibrated cascade does not."""
@@ -774,6 +804,7 @@ class AdaptiveSoftmax:
         head = cls(tensors.pop("weight"), tensors.pop("bias", None), **{n: settings.pop(n) for n in _SETTINGS})
         if "index.centre" in tensors:
             head._for_cascade("index")
+            tensors.setdefault("index.mean", torch.zeros_like(tensors["index.centre"]))  # version 0.1 had none
             parts = (tensors.pop(f"index.{name}") for name in cascade.Index._fields)
             index = cascade.Index(*(part.to(head.weight.device) for part in parts))
             cascade.check(index, head.weight, head.bias)

@@ -368,6 +368,15 @@ class Cascade:
                 )
             return [ask(arrays, plan, queries[i], extended[i], scratch, top, logits, out[i]) for i in range(len(x))]
 
+    def upper_ends(self, x: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
+        """What no logit of queries times beta is above, as far as the calibration knows, and which were answered.
+
+        Exact for the finalists, elsewhere the last estimate and as many deviations as the envelope has. (batch, n) and
+        (batch,) bool.
+        """
+        found = self.ask(x, plan_of(enveloped(fit), math.inf, upper=True), dense=True)
+        return found.dense, found.state == 0
+
     def _scratch(self) -> Any:
         """Memory of this thread."""
         if not hasattr(self._local, "scratch"):
@@ -411,6 +420,11 @@ def raw_bits(values: Tensor) -> Any:
     """As an array, without a copy: bfloat16 as uint16 and float16 as int16, which the kernels know."""
     same = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
     return values.view(same[values.dtype]).numpy() if values.dtype in same else values.numpy()
+
+
+def enveloped(fit: CascadeCalibration) -> CascadeCalibration:
+    """The same with margins that no row that is left out is beyond."""
+    return fit._replace(width=fit.envelope, most=math.inf)
 
 
 @functools.lru_cache

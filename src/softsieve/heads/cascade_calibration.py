@@ -23,6 +23,8 @@ WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, fro
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 0.5  # so much further out than any query of the sample, a query counts as from elsewhere
+ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as they are wider than the margins
+ENVELOPE_QUERIES = 1024  # that are tried with, at most
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 5
 _AT_ONCE = 1 << 24  # logits that are there at a time
@@ -55,7 +57,7 @@ class CascadeCalibration(NamedTuple):
     toward_high: float = 1.0  # the same, above
     most: float = math.inf  # survivors of the preview: above this likewise
     flat: float = math.inf  # log Z less the k-th logit: above this likewise
-    envelope: float = math.inf  # deviations above its estimate that no logit of a row is; infinite: not known
+    envelope: float = math.inf  # deviations that no logit is above its estimate by, for `sample`; infinite: not known
 
 
 _NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope")  # not in files of version 0.1
@@ -341,6 +343,31 @@ def _usual(features: Tensor, fit: CascadeCalibration) -> CascadeCalibration:
         most=math.exp(limit[5]) - 1,
         flat=limit[6] if fit.k else math.inf,
     )
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def envelope(
+    engine: Engine, x: Tensor, logits: Callable[[Tensor], Tensor], fit: CascadeCalibration
+) -> CascadeCalibration:
+    """So many deviations that, for a query like these, no logit of a row that is left out is above its estimate by more.
+
+    That holds for ``1 - delta`` of the queries, with the same confidence as the rest: of those tried, the least with
+    which no more of the sample queries than `allowed` have a logit beyond. Infinite if none will do.
+    """
+    x = x[:ENVELOPE_QUERIES]
+    errors = allowed(len(x), fit.delta)
+    trials = [fit._replace(envelope=width) for width in ENVELOPES if width >= fit.width]
+    beyond = [0] * len(trials)
+    for part in torch.split(x, max(1, _AT_ONCE // len(engine.weight))):
+        exact = logits(part)
+        rounding = 1e-5 * (1 + exact.abs().amax(-1, keepdim=True))
+        for number, trial in enumerate(trials):
+            if beyond[number] <= errors:
+                ends, answered = engine.upper_ends(part, trial)
+                beyond[number] += int(((exact > ends + rounding).any(-1) & answered).sum())
+    return next((trial for trial, count in zip(trials, beyond, strict=True) if count <= errors), fit)
 
 
 def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:

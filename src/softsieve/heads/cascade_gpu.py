@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from softsieve._graphs import Graphed
-from softsieve.heads.cascade import Asked, Index, is_coded, lengths
+from softsieve.heads.cascade import Asked, Index, enveloped, is_coded, lengths
 
 if TYPE_CHECKING:
     from softsieve.heads.cascade_calibration import CascadeCalibration
@@ -175,6 +175,17 @@ class GpuCascade:
         parts = [self._graphed(part, fit, scale, dense) for part in torch.split(x, BATCH)]
         whole, numbers, *logits = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return self._kernels.fields(whole, numbers), logits[0] if logits else None
+
+    def upper_ends(self, x: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
+        """As `Cascade.upper_ends`."""
+        plan = self.plan(enveloped(fit)._replace(capacity=self._kernels.CAPACITY), math.inf, upper=True)
+        dense = torch.empty(len(x), len(self.weight), dtype=torch.float32, device=x.device)
+        x = x.float().contiguous()
+        answered = []
+        for part, out in zip(torch.split(x, BATCH), torch.split(dense, BATCH), strict=True):
+            arrivals = torch.zeros(2 * BATCH, dtype=torch.int32, device=x.device)
+            answered.append(self._kernels.fields(*self._ask(plan, part, 1.0, arrivals, out)).state == 0)
+        return dense, torch.cat(answered)
 
     def _graphed(
         self, x: Tensor, fit: CascadeCalibration, scale: float, dense: torch.dtype | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,47 @@ def draw(logits: Tensor, temperature: float, top_p: float | None, generator: tor
     else:
         drawn = torch.multinomial(flat.softmax(-1), 1, generator=generator)
     return drawn.reshape(logits.shape[:-1])
+
+
+ROUNDS = (8, 64, 512)  # draws for each query, one after the other until one is accepted
+
+
+def draw_below(
+    ends: Tensor,
+    asked: Tensor,
+    logits: Callable[[Tensor, Tensor], Tensor],
+    temperature: float,
+    *,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """A class for every query from the softmax of its logits / temperature, of which only upper ends are known.
+
+    Drawn from the softmax of the upper ends, a class is accepted with probability ``exp((logit - end) / temperature)``.
+    The first that is accepted has the distribution of the logits, if all of these are below their ends.
+
+    Args:
+        ends: (batch, n).
+        asked: queries for which to draw, (batch,) bool.
+        logits: those of some queries and classes, by their numbers.
+
+    Returns:
+        Classes, (batch,) int64; -1 where none was asked for or accepted.
+    """
+    drawn = torch.full((len(ends),), -1, device=ends.device)
+    left = asked.nonzero()[:, 0]
+    tiny = torch.finfo(ends.dtype).tiny
+    for count in ROUNDS:
+        if not len(left):
+            break
+        own = ends[left]
+        scaled = (own - own.amax(-1, keepdim=True)) / max(temperature, tiny)
+        classes = torch.multinomial(scaled.softmax(-1), count, replacement=True, generator=generator)  # (left, count)
+        exact = logits(left.repeat_interleave(count), classes.flatten()).view_as(classes)
+        chance = ((exact - own.gather(-1, classes)) / max(temperature, tiny)).exp()
+        uniform = torch.rand(chance.shape, dtype=chance.dtype, device=chance.device, generator=generator)
+        accepted = uniform < chance
+        first = accepted.to(torch.uint8).argmax(-1, keepdim=True)
+        some = accepted.any(-1)
+        drawn[left[some]] = classes.gather(-1, first)[some, 0]
+        left = left[~some]
+    return drawn
