@@ -14,12 +14,13 @@ from softsieve.kernels import cascade_triton as kernels
 POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
-    "*i32": ("counts", "arrivals", "rows"),
+    "*i32": ("counts", "arrivals", "rows", "strange"),
     "*i8": ("records", "probe_records", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
 FLOATS = {"scale", "beta", "step", "tier_step", "correction", "width", "floor", "low", "high", "doubt", "tolerance"}
-FLOATS |= {"interval", "least", "most"}
+FLOATS |= {"interval", "least", "most", "bend", "least_signal", "toward_low", "toward_high", "survivors", "flattest"}
+FLOATS |= {"below"}
 WHOLE = {"size", "extended", "longest", "length", "many", "stride", "x_stride", "weight_stride", "n", "blocks", "parts"}
 WHOLE |= {"batch", "tier", "item", "read", "entries", "code_bytes"}
 
@@ -43,17 +44,17 @@ def main() -> None:
     for tier in (False, True):
         few = {"K": 8, "TIER": tier, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
         rows = {"BIASED": tier, "ROWS": 1, "SIZE": 4096}
-        compiled(kernels._products, **rows, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True)
-        compiled(kernels._exact, **few, **rows, DENSE=tier)
+        compiled(kernels._products, **rows, CODED=False, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True)
+        compiled(kernels._exact, **few, **rows, DENSE=tier, UPPER=not tier)
         compiled(kernels._answer, **few)
-        compiled(kernels._everything, **rows, K=8, DENSE=tier, BLOCKS=256, EARLY=True)
-        choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier}
+        compiled(kernels._everything, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)
+        choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
         compiled(kernels._select, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
         compiled(
             kernels._preview, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16, QUERIES=8 if tier else 1,
-            GROUPED=tier, EARLY=True,
+            GROUPED=tier, BASED=tier, EARLY=True,
         )  # fmt: skip
-    compiled(kernels._refine, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
+    compiled(kernels._refine, BASED=True, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
 
 
 if __name__ == "__main__":

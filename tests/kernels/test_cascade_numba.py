@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from softsieve.heads.basis import Moments
-from softsieve.heads.cascade import SPREADS, Cascade, build, extend, lengths, raw_bits
+from softsieve.heads.cascade import SPREADS, Cascade, build, lengths, raw_bits
 from softsieve.kernels import cascade_numba as kernels
-from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRIFTED, EXPENSIVE, Plan
+from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRIFTED, EXPENSIVE, Plan, Usual
 from softsieve.reference import heads as reference
 
 Array = Any  # np.ndarray, of any shape and dtype
-PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, 0.0, math.inf)
+USUAL = Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
+PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, USUAL, False)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -252,13 +253,20 @@ def test_keep(level: float) -> None:
     values, near, rows = spread_out(700), random().integers(1, 256, 700).astype(np.float32), np.arange(700)[::-1].copy()
     wanted = values + np.float32(0.01) * near >= np.float32(level)
     expected = rows[wanted], values[wanted], near[wanted]
-    count = kernels._keep(values, rows, near, 0.01, level)
+    added = 0.5 * (0.005 * near[~wanted].astype(np.float64)) ** 2
+    leaving = values[~wanted] + added, added
+    gone, gone_added = np.zeros((2, 703), np.float32)
+    count, many = kernels._keep(values, rows, near, 0.01, level, 0.005, 0.5, 1e30, gone, gone_added, 2)
     for found, right in zip((rows, values, near), expected, strict=True):
         np.testing.assert_array_equal(found[:count], right)
+    assert many == 2 + 700 - count
+    for found, right in zip((gone, gone_added), leaving, strict=True):
+        np.testing.assert_allclose(found[2:many], right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
-def test_look(length: int, known: int) -> None:
+@pytest.mark.parametrize("based", [False, True])
+def test_look(length: int, known: int, based: bool) -> None:
     """Everything that is kept of a block, whether one thread does it or several, from the beginning or further."""
     rows, blocks = 3000, 6
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
@@ -269,14 +277,17 @@ def test_look(length: int, known: int) -> None:
         np.zeros((4, blocks), np.float32),
     )
     y = y.astype(np.float32)
+    base = spread_out(rows if based else 0, seed=3)
     for low, high in ((0, known), (known, length)) if known else ((0, length),):
         kernels._look(
-            columns, low, spread, y[:high], np.float32(3), 0.01, 2.0, 0.5, estimates, largest, reach, masses, doubts
-        )  # the unit is the deviation for a spread of 1
+            columns, low, spread, base, y[:high], np.float32(3), 0.01, 2.0, 0.5, 1.5,
+            estimates, largest, reach, masses, doubts,
+        )  # fmt: skip # the unit is the deviation for a spread of 1
     codes = columns[:, :length].transpose(0, 2, 1).reshape(-1, length)[:rows]
-    truth = codes.astype(np.float64) @ y + 3
+    truth = codes.astype(np.float64) @ y + 3 + (base if based else 0)
     np.testing.assert_allclose(estimates[:rows], truth, rtol=1e-5, atol=1e-4)
-    added = 0.5 * (0.01 * spread) ** 2
+    deviation = 0.01 * spread
+    added = np.where(deviation < 1.5, 0.5 * deviation**2, 0.5 * 1.5 * (2 * deviation - 1.5))
     for b in range(blocks):
         some = slice(b * BLOCK, min((b + 1) * BLOCK, rows))
         mass = np.exp(truth[some] + added[some] - truth[some].max())
@@ -289,11 +300,11 @@ def test_look(length: int, known: int) -> None:
 
 def test_masses_beyond_float32() -> None:
     """Corrections without limit, and estimates far below: neither infinity nor nothing."""
-    mass, doubt = kernels._sum_masses(np.zeros(3, np.float32), np.full(3, np.float32(255)), 10.0, 0.5, 0.0)
+    mass, doubt = kernels._sum_masses(np.zeros(3, np.float32), np.full(3, np.float32(255)), 10.0, 0.5, 1e30, 0.0)
     assert mass == doubt == pytest.approx(3 * math.exp(80), rel=1e-5)
-    mass, doubt = kernels._sum_masses(np.full(3, np.float32(-500)), np.ones(3, np.float32), 1.0, 0.5, 0.0)
+    mass, doubt = kernels._sum_masses(np.full(3, np.float32(-500)), np.ones(3, np.float32), 1.0, 0.5, 1e30, 0.0)
     assert mass == pytest.approx(3 * math.exp(-80), rel=1e-5)
-    assert kernels._sum_masses(np.zeros(0, np.float32), np.zeros(0, np.float32), 1.0, 0.5, 0.0) == (0, 0)
+    assert kernels._sum_masses(np.zeros(0, np.float32), np.zeros(0, np.float32), 1.0, 0.5, 1e30, 0.0) == (0, 0)
 
 
 @pytest.mark.parametrize("k", [1, 3, 64, 65, 100])
@@ -322,8 +333,10 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
     index = kernels.Index(
         weight,
         np.zeros(0, np.float32),
+        np.zeros(0, np.float32),
         raw_bits(torch.eye(4)[:2].bfloat16()),
         np.zeros(4, np.float32),
+        np.array([1, 0, 0, 0], np.float32),
         np.array([1]),
         columns,
         np.ones((1, 6), np.uint8),
@@ -334,7 +347,7 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
         np.array([0, 1]),
         weight[[0]].copy(),
     )
-    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, BLOCK, BLOCK, BLOCK, SPREADS + 2, 2, 2, 2)]
+    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
     ints = [np.zeros(1, np.int64), np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
     return index, kernels.Scratch(*floats[:5], *ints, *floats[5:])
 
@@ -384,11 +397,22 @@ def test_states() -> None:
     def ask(**change: Any) -> kernels.Found:
         return kernels.Found(*kernels.ask(index, PLAN._replace(**change), ONES, ONES, scratch, *nowhere(1)))
 
-    assert ask(width=1.0, low=0.99, high=1.01).state == ANSWERED
-    for outside in ({"low": 1.01}, {"high": 0.99}):
-        found = ask(**outside)
-        assert (found.state, found.scale) == (DRIFTED, 1)
+    def usually(**change: float) -> kernels.Found:
+        return ask(width=1.0, usual=USUAL._replace(**change))
+
+    seen = ask(width=1.0)
+    assert seen.signal == pytest.approx(math.sqrt((20**2 + 10**2) / 2))  # of errors of 1
+    assert seen.toward == pytest.approx(math.sqrt(0.5))
+    assert seen.flat == pytest.approx(seen.log_z - 21)
+    inside = {"low": 0.99, "high": 1.01, "signal": 15.8, "toward_low": 0.7, "toward_high": 0.71, "survivors": 2.0}
+    assert usually(**inside, flat=seen.flat).state == ANSWERED
+    before = {"low": 1.01, "high": 0.99, "signal": 15.9, "toward_low": 0.71, "toward_high": 0.7}
+    for outside, value in before.items():
+        found = usually(**{outside: value})
+        assert (found.state, found.scale) == (DRIFTED, 1), outside
         assert (found.bytes_read, found.coordinates) == (52, 10)  # projection, centre and probes
+    assert usually(survivors=1.0).state == DRIFTED
+    assert usually(flat=seen.flat - 1e-6).state == DRIFTED
     assert ask(floor=-100.0).state == EXPENSIVE  # every row matters
     assert ask(width=1.0, doubt=1e9, tolerance=0.1).state == EXPENSIVE  # however many rows are read
     index.samples[0, 3] += 1
@@ -431,13 +455,12 @@ class Made(NamedTuple):
     def ask(self, x: Tensor, plan: Plan, *, dense: bool = False) -> tuple[kernels.Found, Array, Array, Array, Array]:
         """What the kernel finds, the top k, their logits, all logits, and the finalists."""
         scaled = (x * self.beta).to(self.engine.dtype)
-        extended = extend(scaled[None], self.beta, self.bias)[0]
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
         found = kernels.ask(
-            self.engine._arrays, plan, scaled.numpy(), extended.numpy(), scratch, top, logits, everywhere
+            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere
         )
-        return kernels.Found(*found), top, logits, everywhere, np.sort(scratch.rows[: found[-1]])
+        return kernels.Found(*found), top, logits, everywhere, np.sort(scratch.rows[: found[7]])
 
     def reference(self, x: Tensor, plan: Plan) -> reference.CascadeAnswer:
         index = self.engine.index
@@ -466,8 +489,9 @@ class Made(NamedTuple):
             floor=plan.floor,
             doubt=plan.doubt,
             tolerance=plan.tolerance,
-            low=plan.low,
-            high=plan.high,
+            mean=index.mean,
+            usual=reference.Usual(*plan.usual),
+            upper=plan.upper,
         )
 
 
@@ -480,8 +504,8 @@ def made(
     weight = laid_out((torch.randn(n, d, generator=g) * scale).to(dtype), layout)
     x = torch.randn(8, d, generator=g) * scale + 1.5 * weight[:8].float().repeat(8, 1)[:8]
     own = torch.randn(n, generator=g) if bias else None
-    moments = Moments(d + bias)
-    moments.update(extend(x * beta, beta, own).float())
+    moments = Moments(d)
+    moments.update((x * beta).float())
     return Made(Cascade(build(weight, own, moments), weight, own, beta), weight, own, beta), x
 
 
@@ -494,6 +518,8 @@ def compare(head: Made, x: Tensor, plan: Plan) -> str | None:
     assert found.state == {"answered": ANSWERED, "drifted": DRIFTED, "expensive": EXPENSIVE}[right.state]
     if len(head.weight) > 1:  # errors of the only row are nothing but rounding
         assert found.scale == pytest.approx(right.scale, rel=1e-3, abs=1e-4)
+        assert found.signal == pytest.approx(right.signal, rel=1e-3, abs=1e-4)
+    assert found.toward == pytest.approx(right.toward, abs=1e-5)
     assert (found.coordinates, found.bytes_read) == (right.entries, right.bytes_read)
     if right.state == "answered":
         np.testing.assert_array_equal(finalists, right.finalists)
@@ -570,8 +596,15 @@ def test_ask_with_other_plans(d: int) -> None:
             {"doubt": 3.0, "tolerance": 0.05},
             {"doubt": 30.0, "tolerance": 0.01},
             {"doubt": 1e6, "tolerance": 0.0},
-            {"low": 0.9},
-            {"high": 0.9},
+            {"usual": USUAL._replace(low=0.9)},
+            {"usual": USUAL._replace(high=0.9)},
+            {"usual": USUAL._replace(signal=1.0)},
+            {"usual": USUAL._replace(toward_low=0.3)},
+            {"usual": USUAL._replace(toward_high=0.3)},
+            {"usual": USUAL._replace(survivors=60.0)},
+            {"usual": USUAL._replace(flat=1.0)},
+            {"upper": True},
+            {"upper": True, "width": 4.0},
         )
         states += [compare(head, query, PLAN._replace(k=3, **change)) for change in changes]
     assert {"answered", "drifted", "expensive"} <= set(states)

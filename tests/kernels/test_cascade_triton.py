@@ -52,10 +52,10 @@ class Asked:
         self.bias = torch.randn(n, generator=g).to(dtype) if biased else None
         queries = torch.randn(500 + batch, d, generator=g) * decay * spread
         self.x, self.beta = queries[500:].to(dtype), beta
-        moments = Moments(d + biased)
-        moments.update(cascade.extend(queries[:500] * beta, beta, self.bias))
+        moments = Moments(d)
+        moments.update(queries[:500] * beta)
         self.index = cascade.build(self.weight, self.bias, moments)
-        tiers = cascade.lengths(d + biased)[1]
+        tiers = cascade.lengths(d)[1]
         steps = self.index.tier_steps.tolist()
         self.plan = Plan(
             k=1,
@@ -72,6 +72,11 @@ class Asked:
             tolerance=0.5,
             low=0.0,
             high=1e30,
+            signal=0.0,
+            toward_low=-2.0,
+            toward_high=2.0,
+            survivors=1e30,
+            flat=1e30,
             interval=2.0,
             least=0.05,
             most=0.3,
@@ -121,8 +126,11 @@ class Asked:
             floor=plan.floor,
             doubt=plan.doubt,
             tolerance=plan.tolerance,
-            low=plan.low,
-            high=plan.high,
+            mean=index.mean,
+            usual=reference.Usual(
+                plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high, plan.survivors, plan.flat
+            ),
+            upper=plan.upper,
             capacity=plan.capacity,
         )
 
@@ -245,7 +253,7 @@ def test_what_is_read_is_counted() -> None:
         survivors, finalists = int(found.survivors[number]), int(found.finalists[number])
         codes = (800 + probes) * 56 + (survivors + probes) * 120
         assert int(found.coordinates[number]) == (probes + finalists) * size + codes + survivors
-        read = (probes + finalists) * size * 4 + codes + 800 + 2 * probes + survivors + 120 * 301 * 2 + 4 * 301
+        read = (probes + finalists) * size * 4 + codes + 800 + 2 * probes + survivors + 120 * 300 * 2 + 4 * 300 + 4 * 800
         assert int(found.bytes_read[number]) == read
     whole, _ = Asked(800, 300, batch=2, tier=1, k=2, biased=True, low=1e9).ask(dense=None)
     assert (whole.coordinates == 800 * size).all()

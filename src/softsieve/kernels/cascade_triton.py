@@ -218,10 +218,10 @@ def _products(
         tl.store(tops + b, top)
         # As whole numbers in [-127, 127], and what these leave, 254 times as large.
         turn = own / top
-        high = tl.floor(turn + 0.5)
-        low = tl.floor((turn - high) * 254.0 + 0.5)
-        tl.store(digits + b * 2 * WIDTH + byte, high.to(tl.int8), mask=byte < WIDTH)
-        tl.store(digits + (b * 2 + 1) * WIDTH + byte, low.to(tl.int8), mask=byte < WIDTH)
+        coarse = tl.floor(turn + 0.5)
+        fine = tl.floor((turn - coarse) * 254.0 + 0.5)
+        tl.store(digits + b * 2 * WIDTH + byte, coarse.to(tl.int8), mask=byte < WIDTH)
+        tl.store(digits + (b * 2 + 1) * WIDTH + byte, fine.to(tl.int8), mask=byte < WIDTH)
         # How large errors are for this query, from rows whose logits are known.
         toward = tl.load(towards + b)
         estimate = tl.sum(own[None, :] * codes.to(tl.float32), 1)
