@@ -111,13 +111,13 @@ def build(
         unit,
         torch.zeros(math.ceil(rows / BLOCK), previews[-1], BLOCK, dtype=torch.int8, device=device),
         torch.empty(len(previews), rows, dtype=torch.uint8, device=device),
-        torch.zeros(len(previews), device=device),
+        torch.zeros(len(previews), dtype=torch.float32, device=device),
         torch.zeros(rows, SPREADS + longest, dtype=torch.int8, device=device),
-        torch.zeros(len(tiers), device=device),
+        torch.zeros(len(tiers), dtype=torch.float32, device=device),
         torch.randperm(rows, generator=generator)[: min(PROBES, rows)].to(device),
         checksums(weight, bias),
     )
-    deviations = torch.empty(len(previews) + len(tiers), rows, device=device)
+    deviations = torch.empty(len(previews) + len(tiers), rows, dtype=torch.float32, device=device)
     every = torch.arange(rows, device=device)
     for start, part in _parts(weight, bias):
         deviations[:, start : start + len(part)] = _code(index, every[start : start + len(part)], part)

@@ -605,7 +605,7 @@ def _memory(index: Index, plan: Plan, batch: int) -> _Memory:
     blocks, tiered = triton.cdiv(n, BLOCK), plan.tier >= 0
 
     def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     return _Memory(
         floats(batch, max(plan.length, plan.tier_length)),
@@ -656,7 +656,7 @@ def ask(
     longest, width, capacity = max(plan.length, plan.tier_length), SPREADS + plan.length, plan.capacity
     m = _memory(index, plan, batch)
     whole = torch.empty(batch, k + 5, dtype=torch.int64, device=x.device)
-    numbers = torch.empty(batch, 2 * k + 5, device=x.device)
+    numbers = torch.empty(batch, 2 * k + 5, dtype=torch.float32, device=x.device)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
     blocks, parts, grouped = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE), k > 1
