@@ -685,7 +685,10 @@ def test_generate_under_autocast(pair: tuple[Any, Any]) -> None:
 def test_a_head_that_is_made_in_a_mode(mode: str, pair: tuple[Any, Any]) -> None:
     model, before = make(tied=False), torch.get_default_dtype()
     queries = queries_of(model)
-    contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "inference mode": torch.inference_mode()}
+    contexts: dict[str, Any] = {
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "inference mode": torch.inference_mode(),
+    }
     torch.set_default_dtype(torch.float64 if mode == "float64" else before)
     try:
         with contexts.get(mode, nullcontext()):
