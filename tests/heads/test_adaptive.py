@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax, TopK
-from softsieve.heads.bounds import Calibrated
+from softsieve.heads import Calibration
 from softsieve.reference.heads import topk_softmax
 from tests.heads.instances import gaussian, peaked, right
 
@@ -132,7 +132,7 @@ def test_column_and_entry_reads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     head = AdaptiveSoftmax(weight, method="coordinates", delta=0.01)
     with pytest.warns(UserWarning, match="too few"):
         head.calibrate(x[8:], 3, generator=seeded())
-    head._bounds[3].scale = torch.full((5,), 4.0, dtype=torch.float64)  # type: ignore[attr-defined]
+    head.calibrations[3] = Calibration(torch.full((5,), 4.0, dtype=torch.float64), 32, 0.01)
     found = []
     for many in (1, 10**9):
         monkeypatch.setattr(coordinates, "MANY_ROWS", many)
@@ -233,7 +233,7 @@ def test_a_query_is_answered_as_in_any_other_batch() -> None:
     flat, near, peak = (scale * torch.randn(1024, generator=g) for scale in (1e-4, 0.05, 0.3))
     for wide in (0.5, 2.0):
         head = AdaptiveSoftmax(weight, method="coordinates", delta=0.1)
-        head._bounds[1] = Calibrated(head._reader, torch.full((6,), wide, dtype=torch.float64))
+        head.calibrations[1] = Calibration(torch.full((6,), wide, dtype=torch.float64), 32, 0.1)
         for asked in (flat, near, peak):
             answers = [head.topk(torch.stack([asked, other]), generator=seeded()) for other in (flat, near, peak)]
             for answer in answers[1:]:

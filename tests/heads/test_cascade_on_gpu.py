@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +206,39 @@ def test_a_weight_that_has_changed(made: SyntheticHead) -> None:
     found.update_rows([7])
     truth = made.test[:200].double() @ weight.double().T
     assert (found.topk(made.test[:200]).indices[:, 0] == truth.argmax(-1)).double().mean() > 0.97
+
+
+def test_a_fused_step_is_noticed(made: SyntheticHead) -> None:
+    """Torch does not count what it changes."""
+    weight = torch.nn.Parameter(made.weight.clone())
+    head = AdaptiveSoftmax(weight, method="cascade")
+    head.calibrate(made.calibration, generator=torch.Generator().manual_seed(0))
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[:5] = 1
+    torch.optim.SGD([weight], lr=10.0, fused=True).step()
+    with pytest.raises(WeightChanged, match="rows 0, 1, 2, 3, 4 have changed"):
+        head.topk(made.test[:3])
+    with pytest.raises(WeightChanged):
+        head.to("cpu")
+    with pytest.raises(WeightChanged):
+        copy.deepcopy(head).topk(made.test[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_modes_and_copies(made: SyntheticHead, head: AdaptiveSoftmax, dtype: torch.dtype) -> None:
+    x = made.test[:9].float()
+    right = [*head.topk(x, 8), *head.log_partition(x), head.logits(x)]
+    for other in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        for _ in range(3):  # the second call records a graph, the third replays it
+            with torch.autocast("cuda", dtype), torch.inference_mode():
+                found = [*other.topk(x, 8), *other.log_partition(x), other.logits(x)]
+            for one, another in zip(found, right, strict=True):
+                torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(other.topk(x, 8).logits, right[2], rtol=1e-5, atol=1e-5)
+    exact_head = AdaptiveSoftmax(made.weight, method="exact")
+    with torch.autocast("cuda", dtype):
+        found = [*exact_head.topk(x, 8)]
+    torch.testing.assert_close(found, [*exact_head.topk(x, 8)])
 
 
 def test_auto_takes_what_is_faster(made: SyntheticHead) -> None:

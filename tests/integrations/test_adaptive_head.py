@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +546,31 @@ def test_a_changed_weight_is_saved_without_its_index(folder: Path, tmp_path: Pat
         torch.testing.assert_close(loaded(tmp_path)(PROMPT).logits, model(PROMPT).logits)
 
 
+def test_a_change_that_torch_does_not_see_is_not_saved_either(folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder)
+    accelerate_head(model)
+    model.get_output_embeddings().weight.data[7] += 1
+    with pytest.warns(UserWarning, match="its index is not saved, for the weight has changed since"):
+        model.save_pretrained(str(tmp_path))
+    assert not (tmp_path / INDEX).exists()
+
+
+def test_a_fused_step_is_noticed(folder: Path) -> None:
+    """Torch does not count what it changes."""
+    model = loaded(folder)
+    layer = accelerate_head(model)
+    fit: Any = layer.head.calibrations[3]
+    layer.head.calibrations[3] = fit._replace(batch=64)
+    steps(model, PROMPT)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(PROMPT, labels=PROMPT).loss.backward()
+    optimizer.step()
+    with pytest.raises(WeightChanged, match="have changed since the index was built"):
+        steps(model, PROMPT)
+    with pytest.raises(WeightChanged):
+        steps(copy.deepcopy(model), PROMPT)
+
+
 def test_a_weight_that_is_elsewhere_is_noticed(folder: Path, tmp_path: Path) -> None:
     model = loaded(folder)
     accelerate_head(model)
@@ -615,6 +641,63 @@ def test_logits_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     best = found.amax(-1)
     torch.testing.assert_close(best, right.amax(-1), rtol=8 * torch.finfo(dtype).eps, atol=0.05)
     assert written(model, PROMPT, do_sample=False).shape == (1, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden_dtype", [None, torch.float32], ids=str)
+def test_autocast(dtype: torch.dtype, hidden_dtype: torch.dtype | None, pair: tuple[Any, Any]) -> None:
+    """Logits have the dtype of the exact product, whether they are estimated, drifted, of a prompt, or too many."""
+    module = pair[1].get_output_embeddings()
+    with torch.no_grad():
+        hidden = inputs_of(module, pair[1], PROMPT)[0, :, None].to(hidden_dtype or dtype)
+        module.prompted = False
+        exactly = module.exactly
+        with torch.autocast("cpu", dtype):
+            right = F.linear(hidden, module.weight)
+            found = module(hidden)
+            assert module.exactly == exactly
+            with pytest.warns(UserWarning, match="unlike those of the calibration"):
+                drifted = module(torch.cat([hidden, hidden / 1000]))
+            prompt = module(hidden.transpose(0, 1))
+        assert module.exactly == exactly + len(hidden)
+    assert found.dtype == drifted.dtype == prompt.dtype == right.dtype == dtype
+    assert torch.equal(drifted[: len(hidden)], found)
+    torch.testing.assert_close(found.amax(-1), right.amax(-1), rtol=0.02, atol=0.05)
+    torch.testing.assert_close(prompt.transpose(0, 1), right)
+
+
+def test_generate_under_autocast(pair: tuple[Any, Any]) -> None:
+    """Also when tokens drift: they are exact, and the text goes on."""
+    exact, model = pair
+    module = model.get_output_embeddings()
+    fit: Any = module.head.calibrations[3]
+    module.head.calibrations[3] = fit._replace(low=fit.high)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="unlike those of the calibration"):
+            assert torch.equal(written(model, PROMPT, do_sample=False), written(exact, PROMPT, do_sample=False))
+    finally:
+        module.head.calibrations[3] = fit
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert written(model, PROMPT, do_sample=True).shape == (1, 24)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference mode", "float64"])
+def test_a_head_that_is_made_in_a_mode(mode: str, pair: tuple[Any, Any]) -> None:
+    model, before = make(tied=False), torch.get_default_dtype()
+    queries = queries_of(model)
+    contexts: dict[str, Any] = {
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "inference mode": torch.inference_mode(),
+    }
+    torch.set_default_dtype(torch.float64 if mode == "float64" else before)
+    try:
+        with contexts.get(mode, nullcontext()):
+            module = accelerate_head(model, queries, delta=0.05, k=3, generator=torch.Generator().manual_seed(0))
+    finally:
+        torch.set_default_dtype(before)
+    fit: Any = module.head.calibrations[3]
+    assert fit._replace(batch=64) == pair[1].get_output_embeddings().head.calibrations[3]
+    module.head.update_rows([0])
 
 
 def test_bytes_are_counted(pair: tuple[Any, Any]) -> None:

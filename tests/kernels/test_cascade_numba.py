@@ -457,9 +457,7 @@ class Made(NamedTuple):
         scaled = (x * self.beta).to(self.engine.dtype)
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
-        found = kernels.ask(
-            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere
-        )
+        found = kernels.ask(self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere)
         return kernels.Found(*found), top, logits, everywhere, np.sort(scratch.rows[: found[7]])
 
     def reference(self, x: Tensor, plan: Plan) -> reference.CascadeAnswer:

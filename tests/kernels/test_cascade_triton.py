@@ -253,7 +253,9 @@ def test_what_is_read_is_counted() -> None:
         survivors, finalists = int(found.survivors[number]), int(found.finalists[number])
         codes = (800 + probes) * 56 + (survivors + probes) * 120
         assert int(found.coordinates[number]) == (probes + finalists) * size + codes + survivors
-        read = (probes + finalists) * size * 4 + codes + 800 + 2 * probes + survivors + 120 * 300 * 2 + 4 * 300 + 4 * 800
+        read = (
+            (probes + finalists) * size * 4 + codes + 800 + 2 * probes + survivors + 120 * 300 * 2 + 4 * 300 + 4 * 800
+        )
         assert int(found.bytes_read[number]) == read
     whole, _ = Asked(800, 300, batch=2, tier=1, k=2, biased=True, low=1e9).ask(dense=None)
     assert (whole.coordinates == 800 * size).all()

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,18 @@ from softsieve._progress import Report, in_silence
 from softsieve.errors import InputError, first_line
 from softsieve.heads import calibration, cascade, cascade_answers, cascade_calibration, coordinates
 from softsieve.heads.basis import Moments
-from softsieve.heads.bounds import Bounds, Calibrated, Computed, Declared
+from softsieve.heads.bounds import FIRST, Bounds, Calibrated, Computed, Declared, sizes
 from softsieve.heads.calibration import Calibration
 from softsieve.heads.cascade import Cascade
 from softsieve.heads.cascade_answers import Estimated, WeightChanged
 from softsieve.heads.cascade_calibration import CascadeCalibration, Engine
 from softsieve.heads.cascade_gpu import GpuCascade, reason_against
 from softsieve.heads.hadamard import padded, random_signs, rotate
+from softsieve.heads.modes import in_own_modes, ordinary, own_modes
 from softsieve.heads.reader import Reader
 from softsieve.heads.results import Coverage, LogPartition, TopK
 from softsieve.heads.sampling import draw, draw_below
+from softsieve.heads.watching import Sample, Watch
 
 if TYPE_CHECKING:
     from softsieve.heads.dithered import Dithered
@@ -54,6 +56,10 @@ class AdaptiveSoftmax:
     calibrate or save meanwhile: the others are answered with what was fitted before or what is fitted then, never with
     parts of both, or told that nothing is calibrated. The weight must not change, nor `update_rows` be called, while
     others ask.
+
+    When the weight changes later, what was fitted to it is refused (`WeightChanged`), and what needs no fitting is made
+    anew; which changes are noticed is said in docs/cascade.md. Answers are the same under autocast, in inference mode
+    and with any default dtype. A head can be copied and pickled.
 
     Args:
         weight: kept as it is, without a copy. (n, d).
@@ -142,14 +148,16 @@ class AdaptiveSoftmax:
         self._elsewhere: dict[int, CascadeCalibration] = {}  # made on a GPU, if this is none, or the other way round
         self.index: cascade.Index | None = None
         self._cascade: Engine | None = None
-        self._dithered: Dithered | None = None
-        self._versions: tuple[int | None, ...] = ()
-        self._plain = self._reader = Reader(self.weight)
-        self._bounds: dict[int, Bounds] = {}
+        self._dithered: tuple[Dithered, Sample] | None = None
+        self._coordinates: _Coordinates | None = None
+        self._fitted_to: Tensor | None = None  # checksums of the rows that ``"coordinates"`` was calibrated for
+        self._device_type = weight.device.type
+        self._watch = Watch(self.weight, self.bias)
+        self._seen: tuple[int, ...] = ()  # what the watch said of the weight when it was the one that all was made of
+        self._plain = Reader(self.weight)
         if rotate:
             generator = torch.Generator().manual_seed(seed)
             self._signs = random_signs(padded(weight.shape[1]), generator=generator).to(weight.device)
-            self._reader = Reader(self._turn(self.weight))
 
     def __repr__(self) -> str:
         n, d = self.weight.shape
@@ -160,6 +168,7 @@ class AdaptiveSoftmax:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    @in_own_modes
     def topk(self, x: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> TopK:
         """The k largest softmax values of every query.
 
@@ -176,6 +185,7 @@ class AdaptiveSoftmax:
         _checks.generator(generator, self._drawing())
         return TopK(*self._asked(x, k, generator))
 
+    @in_own_modes
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
         """The logarithm of ``sum_i exp(logits_i)``, whose sum is within ``eps`` of the true one, relatively.
 
@@ -200,6 +210,7 @@ class AdaptiveSoftmax:
         """Where coordinates are drawn, if they are."""
         return self.weight.device if self.method == "coordinates" else None
 
+    @in_own_modes
     def logits(self, x: Tensor) -> Tensor:
         """All logits, (..., n): exact for the rows that a cascade reads in full, estimates elsewhere.
 
@@ -223,6 +234,7 @@ class AdaptiveSoftmax:
             raise ValueError(f"x: expected logits that {logits.dtype} can hold, found some beyond")
         return logits.reshape(*x.shape[:-1], -1)
 
+    @in_own_modes
     def estimated(self, queries: Tensor) -> Estimated | None:
         """`logits` of queries times beta (batch, d), as far as a cascade answers; None when none is to be asked.
 
@@ -251,6 +263,7 @@ class AdaptiveSoftmax:
     def _largest_k(self) -> int:
         return max(self.calibrations, default=0) or 1
 
+    @in_own_modes
     def sample(
         self,
         x: Tensor,
@@ -296,9 +309,7 @@ class AdaptiveSoftmax:
         else:
             fit, engine = found
             ends, answered = engine.upper_ends(queries, fit)
-            drawn = draw_below(
-                ends, answered, partial(self._logits_of, queries), temperature, generator=generator
-            )
+            drawn = draw_below(ends, answered, partial(self._logits_of, queries), temperature, generator=generator)
             rest = (drawn < 0).nonzero()[:, 0]
             if len(rest):
                 drawn[rest] = draw(self._exact_logits(queries[rest]), temperature, None, generator)
@@ -324,18 +335,23 @@ class AdaptiveSoftmax:
             [1, 8]
         """
         self._for_cascade("build")
-        moments = Moments(self.weight.shape[1], self.weight.device)
         if not isinstance(queries, Iterable):
             raise TypeError(f"queries: expected a tensor (N, d) or several, found {type(queries).__name__}")
+        with own_modes(self._device_type):
+            moments = Moments(self.weight.shape[1], self.weight.device)
+        # An iterable may run a model, which it does in the modes of the caller.
         for part in [queries] if isinstance(queries, Tensor) else queries:
-            moments.update(self._queries("queries", part).float())
+            with own_modes(self._device_type):
+                moments.update(self._queries("queries", part).float())
         if not moments.count:
             raise ValueError("queries: expected some, found none")
-        _moderate(moments)
-        index = cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=progress)
-        self.calibrations, self._elsewhere = {}, {}
-        self._use(index)
+        with own_modes(self._device_type):
+            _moderate(moments)
+            index = cascade.build(self.weight, self.bias, moments, seed=self.seed, progress=progress)
+            self.calibrations, self._elsewhere = {}, {}
+            self._use(index)
 
+    @in_own_modes
     def calibrate(
         self,
         queries: Tensor,
@@ -370,7 +386,7 @@ class AdaptiveSoftmax:
         _checks.generator(generator, self._drawing() or torch.device("cpu"))
         sample = self._queries("queries", queries)
         if self.method == "coordinates":
-            found = [self._calibrate_coordinates(sample, one, generator) for one in ks]
+            found = self._calibrate_coordinates(sample, ks, generator)
         else:
             found = self._calibrate_cascade(sample, ks, generator, progress)
         return found if isinstance(k, Sequence) else found[0]
@@ -380,16 +396,23 @@ class AdaptiveSoftmax:
             warnings.warn(
                 f"queries: {count} are too few for delta {self.delta:g}, which takes {fewest}: "
                 "every answer will be exact",
-                stacklevel=4,
+                stacklevel=5,  # the caller of `calibrate`, which is in its own modes
             )
 
     def _calibrate_coordinates(
-        self, sample: Tensor, k: int, generator: torch.Generator | None
-    ) -> Calibration | CascadeCalibration:
+        self, sample: Tensor, ks: list[int], generator: torch.Generator | None
+    ) -> list[Calibration | CascadeCalibration]:
         self._warn_if_few(len(sample), calibration.needed(self.delta))
-        found = calibration.calibrate(self._problem(sample, k), self.delta, generator=generator)
-        self._bounds = {**self._bounds, k: Calibrated(self._reader, found.scale)}
-        self.calibrations = {**self.calibrations, k: found}
+        try:
+            reader = self._prepared().reader
+        except WeightChanged:  # what was fitted to another weight is of no use
+            self.calibrations, self._fitted_to = {}, None
+            reader = self._prepared().reader
+        self._note_fitted()
+        found: list[Calibration | CascadeCalibration] = []
+        for k in ks:
+            found.append(calibration.calibrate(self._problem(sample, k, reader), self.delta, generator=generator))
+            self.calibrations = {**self.calibrations, k: found[-1]}
         return found
 
     def _calibrate_cascade(
@@ -442,6 +465,7 @@ class AdaptiveSoftmax:
             self.calibrations = {**self.calibrations, k: fit}
         return found
 
+    @in_own_modes
     def coverage(self, queries: Tensor, k: int = 1) -> Coverage:
         """How often answers to other queries, one at a time, are right, and what they read: a promise, looked at.
 
@@ -465,6 +489,7 @@ class AdaptiveSoftmax:
             float(answer.exact.double().mean()),
         )
 
+    @in_own_modes
     def update_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Make the index of a cascade right for rows of the weight that have been changed in place.
 
@@ -485,12 +510,13 @@ class AdaptiveSoftmax:
         _checks.finite("weight", self.weight[chosen])
         if self.bias is not None:
             _checks.finite("bias", self.bias[chosen])
-        others, chosen = self._changed_rows(), chosen.to(self.weight.device)
+        others, chosen = self._changed_rows(engine.index.checksums), chosen.to(self.weight.device)
         others = others[~torch.isin(others, chosen)]
         if len(others):
             raise WeightChanged(f"weight: other rows have changed, too: {_some(others)}; build the index again")
-        cascade.update(engine.index, self.weight, self.bias, torch.unique(chosen))
-        self._use(engine.index)
+        index = cascade.Index(*(value.clone() for value in engine.index))  # other heads may have parts of this one
+        cascade.update(index, self.weight, self.bias, torch.unique(chosen))
+        self._use(index)
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
@@ -512,11 +538,11 @@ class AdaptiveSoftmax:
     def _scaled_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.to(self._plain.dtype) * self.beta
 
-    def _problem(self, queries: Tensor, k: int) -> coordinates.Problem:
-        bias = self._scaled_bias()
-        return coordinates.Problem(
-            self._reader, self._plain, queries, self._turn(queries), bias, k, self.eps, self.read_chosen
-        )
+    def _problem(self, queries: Tensor, k: int, reader: Reader | None = None) -> coordinates.Problem:
+        """Queries with the weight; prefixes are read by ``reader``, of the rotated weight or the weight itself."""
+        reader = self._plain if reader is None else reader
+        plain, bias = self._plain if self.rotate else reader, self._scaled_bias()
+        return coordinates.Problem(reader, plain, queries, self._turn(queries), bias, k, self.eps, self.read_chosen)
 
     def _exact_logits(self, queries: Tensor) -> Tensor:
         product, bias = self._plain.full(queries), self._scaled_bias()
@@ -609,7 +635,8 @@ class AdaptiveSoftmax:
             if method == "exact":
                 answer = self._solve_exactly(queries, k)
             elif method == "coordinates":
-                answer = coordinates.solve(self._problem(queries, k), self._bounds_for(k), generator)
+                bounds = self._bounds_for(k)
+                answer = coordinates.solve(self._problem(queries, k, bounds.reader), bounds, generator)
             else:
                 answer = self._dithered_codes().solve(self._problem(queries, k), self.delta)
             answer = coordinates.Answer(*(value.reshape((*shape, *value.shape[1:])) for value in answer))
@@ -646,18 +673,41 @@ class AdaptiveSoftmax:
         )
 
     def _bounds_for(self, k: int) -> Bounds:
-        if self.guarantee == "calibrated":
-            if k not in self._bounds:
-                raise self._not_calibrated(k)
-            return self._bounds[k]
+        fit = self.calibrations.get(k)
+        if self.guarantee == "calibrated" and fit is None:
+            raise self._not_calibrated(k)
+        made = self._prepared()
         with _ONCE:
-            if 0 not in self._bounds:  # one for all k
-                self._bounds[0] = (
-                    Computed(self._reader, self.delta)
+            found = made.bounds.get(k if fit is not None else 0)  # one for all k where nothing is fitted
+            if isinstance(fit, Calibration):
+                if not isinstance(found, Calibrated) or found.scale is not fit.scale:
+                    found = made.bounds[k] = Calibrated(made.reader, fit.scale)
+            elif found is None:
+                found = made.bounds[0] = (
+                    Computed(made.reader, self.delta)
                     if self.noise is None
-                    else Declared(self._reader, self.noise, self.delta)
+                    else Declared(made.reader, self.noise, self.delta)
                 )
-        return self._bounds[0]
+            return found
+
+    def _prepared(self) -> _Coordinates:
+        """What ``"coordinates"`` reads, made when it is first needed, and anew when the weight may have changed.
+
+        Raises:
+            WeightChanged: when it has, and calibrations were fitted to what it was.
+        """
+        with _ONCE:
+            made, now = self._coordinates, self._watch.now()
+            if made is None or now != self._seen or not made.sample.unchanged():
+                self._refuse_changes(self._fitted_to)
+                made = _Coordinates(Reader(self._turn(self.weight)), Sample(self.weight), {})
+                self._coordinates, self._seen = made, now
+            return made
+
+    def _note_fitted(self) -> None:
+        """Keep what the weight is that calibrations of ``"coordinates"`` are fitted to."""
+        if self._fitted_to is None:
+            self._fitted_to = cascade.checksums(self.weight, self.bias)
 
     # -- the index -----------------------------------------------------------------------------------------------------
 
@@ -673,47 +723,61 @@ class AdaptiveSoftmax:
         engine = Cascade if self.weight.is_cpu else GpuCascade
         self._cascade = engine(index, self.weight, self.bias, self.beta)
         self.index = self._cascade.index
-        self._versions = self._now()
+        self._seen = self._watch.now()
 
-    def _now(self) -> tuple[int | None, ...]:
-        """How often torch saw the weight and the bias change in place; tensors of inference mode do not say."""
-        return tuple(
-            None if value.is_inference() else value._version for value in (self.weight, self.bias) if value is not None
-        )
+    def _changed_rows(self, checksums: Tensor) -> Tensor:
+        """Rows whose bits are not those of the checksums."""
+        return (cascade.checksums(self.weight, self.bias) != checksums).nonzero()[:, 0]
 
-    def _changed_rows(self) -> Tensor:
-        assert self.index is not None  # noqa: S101
-        return (cascade.checksums(self.weight, self.bias) != self.index.checksums).nonzero()[:, 0]
+    def _refuse_changes(self, checksums: Tensor | None) -> None:
+        """Compare the bits of all rows with what was fitted to them, if anything was.
+
+        Raises:
+            WeightChanged: when some are others, naming them.
+        """
+        if checksums is None:
+            return
+        rows = self._changed_rows(checksums)
+        if len(rows):
+            advice = (
+                "the calibration: call calibrate again"
+                if self.method == "coordinates"
+                else "the index was built: call update_rows for a few rows, build and calibrate for many"
+            )
+            raise WeightChanged(f"weight: rows {_some(rows)} have changed since {advice}")
 
     def _built(self, *, check: bool = True) -> Engine:
         """The engine, refused when the weight is not what it was built of."""
         if self._cascade is None:
             raise RuntimeError("no index yet: call build(queries) and calibrate(queries), or calibrate alone")
-        if check and self._now() != self._versions:
-            rows = self._changed_rows()
-            if len(rows):
-                raise WeightChanged(
-                    f"weight: rows {_some(rows)} have changed since the index was built: call update_rows for a few "
-                    "rows, build and calibrate for many"
-                )
-            self._versions = self._now()
+        if check and self._watch.now() != self._seen:
+            now = self._watch.now()
+            self._refuse_changes(self._cascade.index.checksums)
+            self._seen = now
         return self._cascade
 
     def _dithered_codes(self) -> Dithered:
         with _ONCE:
-            if self._dithered is None or self._versions != self._now():
+            now = self._watch.now()
+            if self._dithered is None or self._seen != now or not self._dithered[1].unchanged():
                 from softsieve.heads.dithered import Dithered  # needs numba
 
                 # What it takes is a pass over the weight, and nothing was fitted that a change could break.
-                self._dithered, self._versions = Dithered(self.weight, seed=self.seed), self._now()
-            return self._dithered
+                self._dithered = Dithered(self.weight, seed=self.seed), Sample(self.weight)
+                self._seen = now
+            return self._dithered[0]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @in_own_modes
     def to(self, device: torch.device | str) -> AdaptiveSoftmax:
         """The same head on another device, with an index that has not to be built again.
 
         Calibrations stay with the kind of device they were made on: a CPU and a GPU read in different steps.
+
+        Raises:
+            WeightChanged: when the weight is not the one that the index or the calibrations were made for.
+            ValueError: for a device that cannot be used.
 
         Example:
             >>> AdaptiveSoftmax(torch.eye(2), eps=0.1).to("cpu").eps
@@ -728,6 +792,7 @@ class AdaptiveSoftmax:
         tensors, settings = self._content()
         return type(self)._from_content({name: value.to(device) for name, value in tensors.items()}, settings)
 
+    @in_own_modes
     def save(self, path: str | os.PathLike[str], *, weight: bool = True) -> None:
         """Write everything to one safetensors file, all or nothing.
 
@@ -736,6 +801,7 @@ class AdaptiveSoftmax:
 
         Raises:
             InputError: when it cannot be written; what was there stays.
+            WeightChanged: when the weight is not the one that the index or the calibrations were made for.
         """
         from softsieve.heads import index_file, left_out
 
@@ -745,8 +811,12 @@ class AdaptiveSoftmax:
             left_out.take_out(tensors, settings)
         index_file.write(file, tensors, settings)
 
-    def _content(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and settings that it can be made of again."""
+    def _content(self, *, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and settings that it can be made of again.
+
+        Raises:
+            WeightChanged: when what was fitted to the weight was fitted to another one, if that is to be checked.
+        """
         tensors = {"weight": self.weight}
         if self.bias is not None:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
@@ -755,6 +825,8 @@ class AdaptiveSoftmax:
         known, index = self.calibrations, self.index
         while self.calibrations is not known:  # another thread builds or calibrates: those of one index
             known, index = self.calibrations, self.index
+        if check:
+            self._refuse_changes(self._fitted_to if index is None else index.checksums)
         for k, found in known.items():
             if isinstance(found, CascadeCalibration):
                 settings["calibrations"][str(k)] = found._asdict()
@@ -765,6 +837,24 @@ class AdaptiveSoftmax:
         if index is not None:
             tensors |= {f"index.{name}": value for name, value in index._asdict().items()}
         return tensors, settings
+
+    # Engines have memory of their threads, locks and graphs: copies make their own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        tensors, settings = self._content(check=False)
+        return {"tensors": tensors, "settings": settings, "fitted_to": self._fitted_to}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(self._from_state(state).__dict__)
+
+    @classmethod
+    def _from_state(cls, state: dict[str, Any]) -> AdaptiveSoftmax:
+        """A head from what `__getstate__` gave. The copy of one that refuses its weight refuses it, too."""
+        with own_modes(state["tensors"]["weight"].device.type):
+            head = cls._from_content(ordinary(state["tensors"]), dict(state["settings"]))
+        head._fitted_to = state["fitted_to"]
+        head._seen = ()  # whether the weight is the one that all was fitted to is looked at when it is asked
+        return head
 
     @classmethod
     def load(
@@ -789,10 +879,15 @@ class AdaptiveSoftmax:
         """
         from softsieve.heads import index_file, left_out
 
-        tensors, settings = index_file.read(_file(path))
+        file = _file(path)
         try:
-            left_out.put_back(Path(path), tensors, settings, weight, bias)
-            return cls._from_content(tensors, settings)
+            with own_modes(weight.device.type if isinstance(weight, Tensor) else "cpu"):
+                tensors, settings = index_file.read(file)
+                left_out.put_back(Path(path), tensors, settings, weight, bias)
+                head = cls._from_content(tensors, settings)
+                if weight is None and head.index is not None:  # one that is given was compared
+                    head._refuse_changes(head.index.checksums)
+                return head
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -821,14 +916,15 @@ class AdaptiveSoftmax:
         return head
 
     def _restore(self, k: int, scale: Tensor, queries: int) -> None:
-        bounds = Calibrated(self._reader, scale)
+        count = len(sizes(padded(self.weight.shape[1]) if self.rotate else self.weight.shape[1], FIRST))
         _checks.whole_number("k", k, 0, len(self.weight))
         _checks.whole_number("queries", queries, 1, 2**63 - 1)
-        if scale.shape != (bounds.count,) or not scale.is_floating_point() or bool((scale.isnan() | (scale < 0)).any()):
-            raise ValueError(f"calibrations.{k}: expected {bounds.count} numbers, found shape {tuple(scale.shape)}")
+        if scale.shape != (count,) or not scale.is_floating_point() or bool((scale.isnan() | (scale < 0)).any()):
+            raise ValueError(f"calibrations.{k}: expected {count} numbers, found shape {tuple(scale.shape)}")
         if self.guarantee != "calibrated":
             raise ValueError("calibrations: made for another guarantee")
-        self.calibrations[k], self._bounds[k] = Calibration(scale, queries, self.delta), bounds
+        self.calibrations[k] = Calibration(scale, queries, self.delta)
+        self._note_fitted()
 
     def _restore_cascade(self, k: int, found: dict[str, Any]) -> None:
         if self.index is None:
@@ -839,6 +935,14 @@ class AdaptiveSoftmax:
             self._elsewhere[k] = fit
         else:
             self.calibrations[k] = fit
+
+
+class _Coordinates(NamedTuple):
+    """What ``"coordinates"`` has made of a weight."""
+
+    reader: Reader  # of the weight, rotated or not, with its copy by columns
+    sample: Sample  # rows that every question compares
+    bounds: dict[int, Bounds]  # by k
 
 
 _SETTINGS = ("eps", "delta", "beta", "method", "guarantee", "noise", "read_chosen", "rotate", "seed")

@@ -46,6 +46,7 @@ class Round(NamedTuple):
 class Bounds(Protocol):
     """Makes the rounds of a call."""
 
+    reader: Reader  # of the weight that they bound, from which prefixes are read
     hold: bool  # whether the intervals themselves are promised to hold, or only the answers made from them
 
     def rounds(self, x: Tensor, generator: torch.Generator | None) -> Iterator[Round]:

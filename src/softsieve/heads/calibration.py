@@ -58,7 +58,7 @@ def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | No
     shape = (
         _errors(bounds, shaping, generator).quantile(0.9, 0).clamp_min(1e-30)
         if count >= 3
-        else torch.ones(bounds.count)
+        else torch.ones(bounds.count, dtype=torch.float64)
     )
     shape = shape.double().cpu()
     return Calibration(shape * _width(scoring, shape, delta, generator), count, delta)

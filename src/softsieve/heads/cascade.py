@@ -115,14 +115,14 @@ def build(
         unit,
         torch.zeros(math.ceil(rows / BLOCK), previews[-1], BLOCK, dtype=torch.int8, device=device),
         torch.empty(len(previews), rows, dtype=torch.uint8, device=device),
-        torch.zeros(len(previews), device=device),
+        torch.zeros(len(previews), dtype=torch.float32, device=device),
         torch.zeros(rows, SPREADS + longest, dtype=torch.int8, device=device),
-        torch.zeros(len(tiers), device=device),
+        torch.zeros(len(tiers), dtype=torch.float32, device=device),
         torch.randperm(rows, generator=generator)[: min(PROBES, rows)].to(device),
         checksums(weight, bias),
         F.normalize(moments.first.to(device), dim=0).float(),
     )
-    deviations = torch.empty(len(previews) + len(tiers), rows, device=device)
+    deviations = torch.empty(len(previews) + len(tiers), rows, dtype=torch.float32, device=device)
     every = torch.arange(rows, device=device)
     for start, part in _parts(weight, None):
         deviations[:, start : start + len(part)] = _code(index, every[start : start + len(part)], part)
@@ -331,9 +331,13 @@ class Cascade:
         state, coordinates, read, survivors = (
             torch.from_numpy(numbers[:, field].astype(np.int64)) for field in (0, 3, 4, 6)
         )
-        log_z, half, scale, signal, toward, flat = (torch.from_numpy(numbers[:, field]) for field in (1, 2, 5, 8, 9, 10))
+        log_z, half, scale, signal, toward, flat = (
+            torch.from_numpy(numbers[:, field]) for field in (1, 2, 5, 8, 9, 10)
+        )
         top, values = torch.from_numpy(indices), torch.from_numpy(logits)
-        return Asked(state, top, values, log_z, half, coordinates, read, scale, survivors, signal, toward, flat, everywhere)
+        return Asked(
+            state, top, values, log_z, half, coordinates, read, scale, survivors, signal, toward, flat, everywhere
+        )
 
     def raw(self, x: Tensor, plan: kernels.Plan, dense: Any = None) -> tuple[Any, Any, Any]:
         """The same as arrays, whose small operations take a fraction of torch's time: top k, logits, `Found` as floats.

@@ -48,7 +48,7 @@ def solve(
     read = numbers[:, 3:5].astype(np.int64)
     fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], state != 0]
     if fields[-1].any():
-        _look_at(state, numbers[:, 5], calibration, 6)
+        _look_at(state, numbers[:, 5], calibration, 7)
         rest = fields[-1].nonzero()[0]
         exact = exactly(x[torch.from_numpy(rest)], calibration.k)
         for value, right in zip(fields[:6], exact[:6], strict=True):
@@ -76,7 +76,7 @@ def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Es
     found = cascade.fill(x, plan_of(calibration), logits.numpy())
     rest = [i for i, one in enumerate(found) if one.state]
     if rest:
-        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration, 5)
+        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration, 7)
     return Estimated(logits, rest, sum(one.bytes_read for one in found))
 
 

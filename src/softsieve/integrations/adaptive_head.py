@@ -43,7 +43,8 @@ class AdaptiveHead(nn.Linear):
 
     For a new token of a few sequences the logits are those of `AdaptiveSoftmax.logits`: exact for the rows that could
     be among the largest, estimated elsewhere. Names of parameters stay what they were, so tied weights stay tied and
-    what is saved can be loaded by anyone.
+    what is saved can be loaded by anyone. Logits have the dtype that the replaced layer would give them, also under
+    autocast; estimates are made in the head's own dtypes, and exact products follow autocast.
 
     It counts for one thread: a model that several threads call at once counts wrongly, and answers rightly.
 
@@ -86,8 +87,8 @@ class AdaptiveHead(nn.Linear):
             return F.linear(hidden, self.weight, self.bias)
         self._check()
         # Right after the rest of the model nothing here is in a cache: every operation that can be left out counts.
-        rows, beta, dtype = hidden.reshape(-1, hidden.shape[-1]), self.head.beta, hidden.dtype
-        queries = rows if dtype in (torch.float32, torch.float64) else rows.float()
+        rows, beta, dtype = hidden.reshape(-1, hidden.shape[-1]), self.head.beta, _dtype_of_product(hidden)
+        queries = rows if hidden.dtype in (torch.float32, torch.float64) else rows.float()
         found = self.head.estimated(queries if beta == 1 else queries * beta)
         self.answered += len(rows)
         if found is None:
@@ -122,29 +123,35 @@ class AdaptiveHead(nn.Linear):
         """
         try:
             self._check()
-            self.head._built()
+            self.head.save(Path(folder, INDEX), weight=False)
         except WeightChanged:
             warnings.warn("adaptive head: its index is not saved, for the weight has changed since", stacklevel=3)
-        else:
-            self.head.save(Path(folder, INDEX), weight=False)
 
-    # What answers has memory of its threads and arrays that are the parameters': neither can be copied.
+    # The weight and the bias of what answers are the parameters, of a copy its own.
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors, settings = self.head._content()
-        kept = {name: value for name, value in tensors.items() if name not in ("weight", "bias")}
-        return {**self.__dict__, "head": (kept, settings)}
+        kept = self.head.__getstate__()
+        for name in ("weight", "bias"):
+            kept["tensors"].pop(name, None)
+        return {**self.__dict__, "head": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors, settings = state["head"]
+        kept = state["head"]
         super().__setstate__({name: value for name, value in state.items() if name != "head"})  # type: ignore[no-untyped-call]
         own = {"weight": self.weight, "bias": self.bias}
-        tensors = tensors | {name: value.detach() for name, value in own.items() if value is not None}
-        self.head = AdaptiveSoftmax._from_content(tensors, dict(settings))
-        self.head._versions = ()  # whether the weight is the one of the index is looked at when it is asked
+        tensors = {name: value.detach() for name, value in own.items() if value is not None}
+        self.head = AdaptiveSoftmax._from_state({**kept, "tensors": kept["tensors"] | tensors})
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.head!r}"
+
+
+def _dtype_of_product(hidden: Tensor) -> torch.dtype:
+    """That of ``F.linear(hidden, ...)``, which autocast may change."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
 
 
 class _Saving:

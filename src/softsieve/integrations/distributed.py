@@ -15,6 +15,7 @@ from torch import Tensor
 from softsieve import _checks
 from softsieve._progress import Report, in_silence
 from softsieve.heads import AdaptiveSoftmax, LogPartition, TopK
+from softsieve.heads.modes import in_own_modes
 
 __all__ = ["ShardedAdaptiveSoftmax"]
 
@@ -102,6 +103,7 @@ class ShardedAdaptiveSoftmax:
 
     def _use(self, ranks: _Ranks, make: Callable[[], AdaptiveSoftmax]) -> None:
         self._ranks, self.head = ranks, ranks.together(make)
+        self._device_type = self.head.weight.device.type
         self._sizes: list[int] = ranks.tell(len(self.head.weight))
         first, *others = ranks.tell(_common(self.head, ranks.count))
         for rank, other in enumerate(others, 1):
@@ -130,6 +132,7 @@ class ShardedAdaptiveSoftmax:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    @in_own_modes
     def topk(self, x: Tensor, k: int = 1, *, generator: torch.Generator | None = None) -> TopK:
         """The k largest softmax values of every query over all rows, with numbers of rows in the whole.
 
@@ -148,6 +151,7 @@ class ShardedAdaptiveSoftmax:
         _checks.whole_number("k", k, 1, sum(self._sizes))
         return self._ask(x, k, generator)
 
+    @in_own_modes
     def log_partition(self, x: Tensor, *, generator: torch.Generator | None = None) -> LogPartition:
         """The logarithm of the sum of exponentials over all rows, as `AdaptiveSoftmax.log_partition`."""
         return LogPartition(*self._ask(x, 0, generator)[3:])
@@ -184,6 +188,7 @@ class ShardedAdaptiveSoftmax:
         """Make the index of a cascade on every rank, as `AdaptiveSoftmax.build`."""
         self._ranks.together(lambda: self.head.build(queries, progress=progress))
 
+    @in_own_modes
     def calibrate(
         self,
         queries: Tensor,

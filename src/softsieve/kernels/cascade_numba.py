@@ -219,7 +219,9 @@ class Index(NamedTuple):
     weight: Any  # (n, d), raw bits if 16 wide
     bias: Any  # (n,) or (0,)
     base: Any  # (n,) or (0,): the bias again, unless it is coded; estimates have it exactly
-    projection: Any  # (longest, d [+ 1]) bits of bfloat16; the last column, if there is one more, goes with a coded bias
+    projection: (
+        Any  # (longest, d [+ 1]) bits of bfloat16; the last column, if there is one more, goes with a coded bias
+    )
     centre: Any  # (d [+ 1],)
     mean: Any  # (d [+ 1],): the mean query of those that the index was made for, of length 1; 0 if it is not known
     previews: Any  # (previews,) int64: prefixes of the codes that have estimates for all rows

@@ -81,7 +81,9 @@ class Found(NamedTuple):
     """The answers, in two pieces of memory. ``state`` says why everything was read, where it was."""
 
     whole: Tensor  # (batch, k + 5) int64: indices, coordinates, bytes_read, survivors, finalists, state
-    numbers: Tensor  # (batch, 2 k + 8): probs, logits, log_z, both ends of its interval, half, scale, signal, toward, flat
+    numbers: (
+        Tensor  # (batch, 2 k + 8): probs, logits, log_z, both ends of its interval, half, scale, signal, toward, flat
+    )
 
 
 class Fields(NamedTuple):
@@ -702,7 +704,7 @@ def _memory(index: Index, plan: Plan, batch: int) -> _Memory:
     blocks, tiered = triton.cdiv(n, BLOCK), plan.tier >= 0
 
     def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     return _Memory(
         floats(batch, max(plan.length, plan.tier_length)),
@@ -759,7 +761,7 @@ def ask(
     longest, width, capacity = max(plan.length, plan.tier_length), SPREADS + plan.length, plan.capacity
     m = _memory(index, plan, batch)
     whole = torch.empty(batch, k + 5, dtype=torch.int64, device=x.device)
-    numbers = torch.empty(batch, 2 * k + 8, device=x.device)
+    numbers = torch.empty(batch, 2 * k + 8, dtype=torch.float32, device=x.device)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
     blocks, parts, grouped = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE), k > 1

@@ -358,6 +358,4 @@ def short_cascade(
         return no_answer("drifted")
     dense = torch.where(left, exact, ends if upper else _limited(dense, kth, highest))
     state = "answered" if half <= tolerance else "expensive"
-    return CascadeAnswer(
-        state, rows[order], top, log_z, half, 0, 0, scale, signal, toward, rows, dense, closest
-    )
+    return CascadeAnswer(state, rows[order], top, log_z, half, 0, 0, scale, signal, toward, rows, dense, closest)
