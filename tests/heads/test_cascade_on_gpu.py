@@ -256,3 +256,103 @@ def test_what_it_does_not_do(made: SyntheticHead) -> None:
         AdaptiveSoftmax(made.weight, method="cascade", guarantee="pac")
     with pytest.raises(ValueError, match="k: expected"):
         AdaptiveSoftmax(made.weight).calibrate(made.calibration, 65)
+
+
+# -- what all logits say -----------------------------------------------------------------------------------------------
+
+
+def heavy(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Queries of very different lengths: estimates of some rows are far from their logits."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    scale = torch.arange(1, 65, device="cuda") ** -0.5
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device="cuda")
+
+    return random(5000, 64) * scale, random(count, 64) * scale * 8 * torch.exp(0.5 * random(count, 1))
+
+
+@pytest.mark.parametrize("kind", ["heavy", "language"])
+@pytest.mark.parametrize("k", [1, 8])
+def test_all_logits_agree_with_the_top_k(kind: str, k: int, made: SyntheticHead) -> None:
+    if kind == "heavy":
+        weight, x = heavy(6000)
+    else:
+        weight, x = made.weight, torch.cat([made.calibration, made.test]).float()
+    head = AdaptiveSoftmax(weight, method="cascade")
+    head.calibrate(x[:3000], k, generator=torch.Generator().manual_seed(0))
+    x = x[3000:]
+    found, logits = head.topk(x, k), head.logits(x)
+    assert torch.equal(logits.argmax(-1), found.indices[:, 0])
+    rows = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, found.indices, True)
+    assert (logits.masked_fill(rows, -torch.inf).amax(-1) <= found.logits[:, -1]).all()
+    difference = (logits.logsumexp(-1) - found.log_z).abs()
+    assert difference.max() <= -torch.log1p(torch.tensor(-head.eps))
+    truth = x.double() @ weight.double().T
+    wrong = (truth.gather(-1, logits.argmax(-1, keepdim=True))[:, 0] < truth.amax(-1) - 1e-3).double().mean()
+    assert wrong <= 2 * head.delta
+
+
+def test_queries_from_elsewhere_are_answered_exactly(made: SyntheticHead, head: AdaptiveSoftmax) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    d = made.test.shape[1]
+    turned = torch.linalg.qr(torch.randn(d, d, generator=g, device="cuda")).Q
+    main = torch.linalg.eigh(made.calibration.T @ made.calibration).eigenvectors.flip(1)
+    known = head.topk(made.test)
+    assert known.exact.double().mean() < 0.2
+    for x in (
+        made.test / 10,
+        made.test * 10,
+        made.test @ turned,
+        *(made.test - made.test @ main[:, :m] @ main[:, :m].T for m in (d // 16, d // 8, d // 4)),
+    ):
+        found, truth = head.topk(x), exact(made, x)
+        wrong = (found.logits[:, 0].double() - truth.amax(-1)).abs() > 1e-3 * (1 + truth.amax(-1).abs())
+        assert (wrong & ~found.exact).double().mean() <= head.delta
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_drawn_as_from_the_exact_softmax(
+    made: SyntheticHead, head: AdaptiveSoftmax, temperature: float, top_k: int | None
+) -> None:
+    from scipy.stats import chisquare
+
+    g = torch.Generator("cuda").manual_seed(0)
+    x = made.test[7]
+    drawn = torch.cat([head.sample(x.expand(1000, -1), temperature, top_k, generator=g) for _ in range(20)])
+    logits = exact(made, x[None])[0] / temperature
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    expected = (logits.softmax(-1) * len(drawn)).cpu()
+    counts = torch.bincount(drawn, minlength=len(expected)).double().cpu()
+    often = expected >= 5
+    found, right = (torch.cat([value[often], value[~often].sum()[None]]) for value in (counts, expected))
+    some = right > 1e-9
+    assert not counts[expected == 0].any()
+    assert chisquare(found[some].numpy(), (right[some] * (found.sum() / right.sum())).numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(made: SyntheticHead, head: AdaptiveSoftmax, dtype: torch.dtype) -> None:
+    x = torch.cat([made.test[:4], 50 * made.test[4:6]])  # the last ones from elsewhere
+    exactly = AdaptiveSoftmax(made.weight, method="exact")
+    plain = [head.topk(x), head.logits(x), exactly.topk(x), exactly.logits(x)]
+    with torch.autocast("cuda", dtype):
+        cast = [head.topk(x), head.logits(x), exactly.topk(x), exactly.logits(x)]
+    for one, other in zip(plain, cast, strict=True):
+        torch.testing.assert_close(tuple(one), tuple(other), rtol=1e-6, atol=1e-5)
+
+
+def test_a_bias_far_from_the_others(made: SyntheticHead) -> None:
+    bias = torch.zeros(len(made.weight), device="cuda")
+    plain = AdaptiveSoftmax(made.weight, bias.clone(), method="cascade")
+    bias[:10] = -100
+    low = AdaptiveSoftmax(made.weight, bias, method="cascade")
+    reads = []
+    for head in (plain, low):
+        head.calibrate(made.calibration, generator=torch.Generator().manual_seed(0))
+        found = head.coverage(made.test)
+        assert found.right >= 0.98
+        reads.append(found.read)
+    assert reads[1] <= 1.3 * reads[0]

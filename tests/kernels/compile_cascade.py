@@ -44,7 +44,9 @@ def main() -> None:
     for tier in (False, True):
         few = {"K": 8, "TIER": tier, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
         rows = {"BIASED": tier, "ROWS": 1, "SIZE": 4096}
-        compiled(kernels._products, **rows, CODED=False, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True)
+        compiled(
+            kernels._products, **rows, CODED=False, BASED=tier, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True
+        )
         compiled(kernels._exact, **few, **rows, DENSE=tier, UPPER=not tier)
         compiled(kernels._answer, **few)
         compiled(kernels._everything, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)

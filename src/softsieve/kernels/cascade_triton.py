@@ -160,7 +160,8 @@ def _products(
     y, offset, probed, digits, tops, scales, signals, towards, strange, units, counts, arrivals,
     size, extended, longest, many, stride, scale, beta, x_stride, weight_stride, step, tier_step,
     low, high, least_signal, toward_low, toward_high,
-    BIASED: tl.constexpr, CODED: tl.constexpr, TIER: tl.constexpr, WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
+    BIASED: tl.constexpr, CODED: tl.constexpr, BASED: tl.constexpr, TIER: tl.constexpr,
+    WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -211,10 +212,9 @@ def _products(
         y += b * longest
         own = tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
         truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
-        if BIASED:
-            if not CODED:  # estimates have it exactly
-                at = tl.load(probes + number, mask=number < many, other=0)
-                truth -= tl.load(bias + at, mask=number < many, other=0.0)
+        if BASED:  # estimates have it exactly
+            at = tl.load(probes + number, mask=number < many, other=0)
+            truth -= tl.load(bias + at, mask=number < many, other=0.0)
         top = tl.max(tl.abs(own), 0)
         top = tl.where(top > 0.0, top / 127.0, 1.0)
         tl.store(tops + b, top)
@@ -275,7 +275,8 @@ def _added(deviation, correction, bend):
 def _preview(
     records, spreads, bias, digits, tops, offset, scales, estimates, largest, masses, groups,
     n, blocks, stride, batch, step, correction, bend,
-    BASED: tl.constexpr, WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr, GROUPED: tl.constexpr,
+    BASED: tl.constexpr, WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr,
+    GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -429,7 +430,8 @@ def _refine(
 def _exact(
     x, weight, bias, counts, rows, values, deviations, estimated, rests, shifts, levels, dense,
     n, size, parts, scale, x_stride, weight_stride, width, correction, bend, floor,
-    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr, PARTS: tl.constexpr,
+    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -774,10 +776,12 @@ def ask(
     _products[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 1, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
         index.probe_records, index.probe_spreads[plan.first], index.probe_spreads[plan.tier],
-        m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.signals, m.towards, m.strange, m.units, m.counts, arrivals,
+        m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.signals, m.towards, m.strange, m.units,
+        m.counts, arrivals,
         size, extended, longest, many, stride, scale, beta, x.stride(0), index.weight.stride(0),
         plan.step, plan.tier_step, plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high,
-        BIASED=biased, CODED=biased and index.coded, TIER=tiered, WIDTH=width, LONGEST=triton.next_power_of_2(width), PROBES=probes,
+        BIASED=biased, CODED=biased and index.coded, BASED=based, TIER=tiered,
+        WIDTH=width, LONGEST=triton.next_power_of_2(width), PROBES=probes,
         ROWS=rows, SIZE=wide, num_warps=WARPS, **how,
     )  # fmt: skip
     together = 1 if batch == 1 else LANES // 2
@@ -823,6 +827,7 @@ def ask(
         x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, m.limits,
         whole, numbers, out,
         n, size, item, blocks, batch, scale, x.stride(0), index.weight.stride(0), torch.finfo(out.dtype).eps,
-        K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper, BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, num_warps=2 * WARPS, **how,
+        K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper,
+        BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, num_warps=2 * WARPS, **how,
     )  # fmt: skip
     return Found(whole, numbers)
