@@ -53,8 +53,8 @@ class CascadeCalibration(NamedTuple):
     tier: int = -1  # on a GPU, where `first` is a tier, too: that of the rows that are left, -1 for none
     capacity: int = 0  # on a GPU: survivors of the preview that there is room for; 0: this is for a CPU
     signal: float = 0.0  # size of estimates, in sizes of their errors, below which a query is unlike those
-    toward_low: float = -1.0  # cosine of the angle to the mean query: below this likewise
-    toward_high: float = 1.0  # the same, above
+    toward_low: float = -2.0  # cosine of the angle to the mean query: below this likewise
+    toward_high: float = 2.0  # the same, above
     most: float = math.inf  # survivors of the preview: above this likewise
     flat: float = math.inf  # log Z less the k-th logit: above this likewise
     envelope: float = math.inf  # deviations that no logit is above its estimate by, for `sample`; infinite: not known

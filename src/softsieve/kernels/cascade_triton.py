@@ -189,18 +189,20 @@ def _products(
         if BIASED:
             value += tl.load(bias + row, mask=there, other=0.0)
         tl.store(probed + b * PROBES + probe, value, mask=there)
-    else:
+    elif part == tl.num_programs(0) - 1:
         lane = tl.arange(0, ROWS)
-        value = _dot(centre + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
-        if CODED:
-            value += beta * tl.load(centre + size + lane * 0, mask=lane == 0, other=0.0)
-        tl.store(offset + b + lane, value, mask=lane == 0)
         dot = _dot(mean + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
         square = _square(x, size, SIZE) * scale * scale
         if CODED:
             dot += beta * tl.load(mean + size + lane * 0, mask=lane == 0, other=0.0)
             square += beta * beta
         tl.store(towards + b + lane, dot / tl.maximum(tl.sqrt(square), 1e-30), mask=lane == 0)
+    else:
+        lane = tl.arange(0, ROWS)
+        value = _dot(centre + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
+        if CODED:
+            value += beta * tl.load(centre + size + lane * 0, mask=lane == 0, other=0.0)
+        tl.store(offset + b + lane, value, mask=lane == 0)
         tl.store(counts + b, 0)  # no survivors yet
         if b == 0:
             tl.store(counts + tl.num_programs(1), 0)  # nor queries to be answered exactly
@@ -342,7 +344,7 @@ def _kth(values, K: tl.constexpr):
 @triton.jit
 def _select(
     estimates, spreads, largest, masses, groups, scales, strange,
-    counts, rows, rests, shifts, levels, dense,
+    counts, rows, rests, shifts, dense,
     n, blocks, step, width, correction, bend, floor,
     K: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, CAPACITY: tl.constexpr,
     DENSE: tl.constexpr, UPPER: tl.constexpr, EARLY: tl.constexpr,
@@ -374,16 +376,16 @@ def _select(
     added = _added(deviation, correction, bend)
     stays = valid & (values + width * deviation >= level)
     rest = tl.where(valid & ~stays, tl.exp(tl.minimum(values + added - shift, 80.0)), 0.0)
-    place = (b * tl.num_programs(0) + part) * 2
+    place = (b * tl.num_programs(0) + part) * 3
     tl.store(rests + place, tl.sum(rest, 0))
     tl.store(rests + place + 1, tl.sum(rest * tl.minimum(added, 1.0), 0))
+    tl.store(rests + place + 2, tl.max(tl.where(valid & ~stays, values + added, -float("inf")), 0))
     if DENSE:
         if UPPER:
             added = width * deviation
         tl.store(dense + b.to(tl.int64) * n + row, (values + added).to(dense.dtype.element_ty), mask=valid)
     if part == 0:
         tl.store(shifts + b, shift)
-        tl.store(levels + b, level)
     number = stays.to(tl.int32)
     count = tl.sum(number, 0)
     if count > 0:
@@ -428,7 +430,7 @@ def _refine(
 
 @triton.jit
 def _exact(
-    x, weight, bias, counts, rows, values, deviations, estimated, rests, shifts, levels, dense,
+    x, weight, bias, counts, rows, values, deviations, estimated, rests, shifts, dense,
     n, size, parts, scale, x_stride, weight_stride, width, correction, bend, floor,
     K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
     PARTS: tl.constexpr,
@@ -442,7 +444,7 @@ def _exact(
         level = -float("inf")
         if TIER:
             every = tl.arange(0, PARTS)
-            mass = tl.sum(tl.load(rests + (b * parts + every) * 2, mask=every < parts, other=0.0), 0)
+            mass = tl.sum(tl.load(rests + (b * parts + every) * 3, mask=every < parts, other=0.0), 0)
             shift = tl.load(shifts + b)
             slot = tl.arange(0, CAPACITY)
             refined = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
@@ -452,8 +454,6 @@ def _exact(
             if K > 0:
                 level = tl.minimum(level, _kth(refined, K))
             level -= 1e-6 * tl.abs(shift)
-            if first == 0:
-                tl.store(levels + tl.num_programs(1) + b, level)
         x += b.to(tl.int64) * x_stride
         for begin in range(first, count, tl.num_programs(0) * ROWS):
             at = begin + tl.arange(0, ROWS)
@@ -488,7 +488,7 @@ def _exact(
 
 @triton.jit
 def _answer(
-    counts, rows, values, estimated, rests, shifts, scales, signals, towards, strange, levels, limits,
+    counts, rows, values, estimated, rests, shifts, scales, signals, towards, strange, limits,
     whole, numbers, totals,
     size, item, parts, read, entries, code_bytes, doubt, tolerance, survivors, flattest, interval, least, most,
     K: tl.constexpr, TIER: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
@@ -498,12 +498,13 @@ def _answer(
     rows += b * CAPACITY
     values += b * CAPACITY
     estimated += b * CAPACITY
-    rests += b * parts * 2
+    rests += b * parts * 3
     found = tl.load(counts + b)
     count = tl.minimum(found, CAPACITY)
     every = tl.arange(0, PARTS)
-    rest = tl.sum(tl.load(rests + every * 2, mask=every < parts, other=0.0), 0)
-    rest_doubt = tl.sum(tl.load(rests + every * 2 + 1, mask=every < parts, other=0.0), 0)
+    rest = tl.sum(tl.load(rests + every * 3, mask=every < parts, other=0.0), 0)
+    rest_doubt = tl.sum(tl.load(rests + every * 3 + 1, mask=every < parts, other=0.0), 0)
+    gone = tl.max(tl.load(rests + every * 3 + 2, mask=every < parts, other=-float("inf")), 0)
     highest = tl.load(shifts + b)
     total, corrected = rest, rest_doubt
     finalists = tl.zeros((), tl.int32)
@@ -519,6 +520,7 @@ def _answer(
             own = tl.load(estimated + at, mask=at < count, other=0.0)
             final = own < 0.0
             corrected += tl.sum(tl.where(final, 0.0, mass * own), 0)
+            gone = tl.maximum(gone, tl.max(tl.where(final, -float("inf"), value), 0))
         finalists += tl.sum(final.to(tl.int32), 0)
         highest = higher
     half = doubt * corrected / total
@@ -555,11 +557,8 @@ def _answer(
     if K > 0:
         flat = log_z - last
         state = tl.where(flat <= flattest, state, _DRIFTED)
-        # Estimates of rows that did not reach a level above the answer may be above it, too.
-        level = tl.load(levels + b)
-        if TIER:
-            level = tl.maximum(level, tl.load(levels + tl.num_programs(0) + b))
-        limit = tl.where(level > last, last, limit)
+        # Rows that did not reach a level above the answer may have estimates above it.
+        limit = tl.where(gone >= last, last, limit)
     tl.store(limits + b, limit)
     promised = tl.minimum(tl.maximum(half * interval, least), most)
     tl.store(numbers + 2 * K, log_z)
@@ -685,14 +684,13 @@ class _Memory(NamedTuple):
     signals: Tensor  # (batch,): size of the probes' estimates, in sizes of their errors
     towards: Tensor  # (batch,): cosine of the angle to the mean query
     strange: Tensor  # (batch,) int32: whether a query is unlike those of the calibration
-    levels: Tensor  # (2, batch): what rows had to reach to survive the preview, and the tier
-    limits: Tensor  # (batch,): what no estimate may reach
+    limits: Tensor  # (batch,): what no estimate may reach; infinite where none does
     units: Tensor  # (batch,): deviation of the tier's errors for a spread of 1
     estimates: Tensor  # (batch, n)
     largest: Tensor  # (batch, blocks)
     masses: Tensor  # (batch, blocks)
     groups: Tensor  # (batch, blocks, BLOCK / GROUP)
-    rests: Tensor  # (batch, parts, 2): mass of the rows that left, and the doubtful part of it
+    rests: Tensor  # (batch, parts, 3): mass of the rows that left, the doubtful part of it, their largest estimate
     shifts: Tensor  # (batch,)
     values: Tensor  # (batch, capacity): estimates or logits of survivors
     deviations: Tensor  # (batch, capacity)
@@ -718,14 +716,13 @@ def _memory(index: Index, plan: Plan, batch: int) -> _Memory:
         floats(batch),
         floats(batch),
         torch.empty(batch, dtype=torch.int32, device=device),
-        floats(2, batch),
         floats(batch),
         floats(batch),
         floats(batch, n),
         floats(batch, blocks),
         floats(batch, blocks),
         floats(batch, blocks, BLOCK // GROUP) if plan.k > 1 else floats(0),
-        floats(batch, triton.cdiv(n, CHOICE), 2),
+        floats(batch, triton.cdiv(n, CHOICE), 3),
         floats(batch),
         floats(batch, plan.capacity),
         floats(batch, plan.capacity if tiered else 0),
@@ -773,7 +770,7 @@ def ask(
     early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     how = {"EARLY": early, "launch_pdl": early} if x.is_cuda else {"EARLY": False}
 
-    _products[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 1, batch)](
+    _products[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
         index.probe_records, index.probe_spreads[plan.first], index.probe_spreads[plan.tier],
         m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.signals, m.towards, m.strange, m.units,
@@ -794,7 +791,7 @@ def ask(
     )  # fmt: skip
     _select[(parts, batch)](
         m.estimates, spreads, m.largest, m.masses, m.groups, m.scales, m.strange,
-        m.counts, m.rows, m.rests, m.shifts, m.levels, out,
+        m.counts, m.rows, m.rests, m.shifts, out,
         n, blocks, plan.step, plan.width, plan.correction, bend, plan.floor,
         K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=grouped, CAPACITY=capacity,
         DENSE=filled, UPPER=plan.upper, num_warps=WARPS, **how,
@@ -807,8 +804,7 @@ def ask(
             BASED=based, SOME=64, ROWS=16, CAPACITY=capacity, num_warps=WARPS, **how,
         )  # fmt: skip
     _exact[(min(programs, triton.cdiv(capacity, rows)), batch)](
-        x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.estimated, m.rests, m.shifts,
-        m.levels, out,
+        x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.estimated, m.rests, m.shifts, out,
         n, size, parts, scale, x.stride(0), index.weight.stride(0), plan.width, plan.correction, bend, plan.floor,
         K=k, TIER=tiered, BIASED=biased, DENSE=filled, UPPER=plan.upper, PARTS=part_width,
         ROWS=rows, SIZE=wide, CAPACITY=capacity, num_warps=WARPS, **how,
@@ -818,7 +814,7 @@ def ask(
     entries = many * size + (n + many) * plan.length + (many * plan.tier_length if tiered else 0)
     _answer[(batch,)](
         m.counts, m.rows, m.estimated[1] if tiered else m.values, m.estimated,
-        m.rests, m.shifts, m.scales, m.signals, m.towards, m.strange, m.levels, m.limits, whole, numbers, totals,
+        m.rests, m.shifts, m.scales, m.signals, m.towards, m.strange, m.limits, whole, numbers, totals,
         size, item, parts, read, entries, plan.tier_length + 1 if tiered else 0,
         plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, num_warps=WARPS, **how,
