@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def solve(
     read = numbers[:, 3:5].astype(np.int64)
     fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], state != 0]
     if fields[-1].any():
-        _look_at(state, numbers[:, 5], calibration, 7)
+        _look_at(numbers, calibration, 7)
         rest = fields[-1].nonzero()[0]
         exact = exactly(x[torch.from_numpy(rest)], calibration.k)
         for value, right in zip(fields[:6], exact[:6], strict=True):
@@ -76,20 +77,35 @@ def estimate(cascade: Cascade, x: Tensor, calibration: CascadeCalibration) -> Es
     found = cascade.fill(x, plan_of(calibration), logits.numpy())
     rest = [i for i, one in enumerate(found) if one.state]
     if rest:
-        _look_at(np.array([one.state for one in found]), np.array([one.scale for one in found]), calibration, 7)
+        _look_at(np.array(found), calibration, 7)
     return Estimated(logits, rest, sum(one.bytes_read for one in found))
 
 
-def _look_at(state: Any, scale: Any, calibration: CascadeCalibration, stacklevel: int) -> None:
-    """Refuse a changed weight, warn of drift whoever called the head, so many levels above."""
+def _look_at(found: Any, calibration: CascadeCalibration, stacklevel: int) -> None:
+    """Refuse a changed weight, warn of drift whoever called the head, so many levels above; `Found` of each query."""
+    state = found[:, 0]
     if (state == CHANGED).any():
         raise WeightChanged("weight: not the one that the index was built of: build it again")
-    scales = scale[state == DRIFTED]
-    if len(scales):
+    drifted = found[state == DRIFTED]
+    if len(drifted):
         warnings.warn(
-            f"x: {len(scales)} of {len(state)} queries are unlike those of the calibration and were answered exactly: "
-            f"errors of a preview are {float(scales[0]):.3g} of what was predicted, and were from "
-            f"{calibration.low:.3g} to {calibration.high:.3g}",
+            f"x: {len(drifted)} of {len(state)} queries are unlike those of the calibration and were answered exactly: "
+            f"{_difference(drifted[0], calibration)}",
             DriftWarning,
             stacklevel=stacklevel,
         )
+
+
+def _difference(found: Any, fit: CascadeCalibration) -> str:
+    """What makes a query unlike those of the calibration."""
+    ranges = {
+        "errors of a preview, of what was predicted": (found[5], fit.low, fit.high),
+        "estimates, of their errors": (found[8], fit.signal, math.inf),
+        "cosine of the angle to the mean query": (found[9], fit.toward_low, fit.toward_high),
+        "rows that survive the preview": (found[6], 0, fit.most),
+        "log Z less the k-th logit": (found[10], -math.inf, fit.flat),
+    }
+    for what, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            return f"{what}: {value:.3g}, expected from {low:.3g} to {high:.3g}"
+    return "estimates beyond float32"

@@ -305,7 +305,7 @@ class Found(NamedTuple):
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
 AHEAD = 8  # rows with the best estimates that are read first, besides k
 SHARE = 2  # when more than one in so many rows is to be read in full, all are
-CANCELLED = 1e-5  # of a sum of masses may be wrong when another one is taken from it
+CANCELLED = 1e-2  # of all that was estimated may be left in the end: a difference of sums has 1e-6 of that as its error
 PATIENCE = 8  # times that more rows are read before the whole weight is
 
 
@@ -940,7 +940,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         if k:
             kth = _kth(exact, k)
             below = kth - 1e-6 * abs(kth)
-        if CANCELLED * all_mass * share > plan.tolerance * (final + (rest + left) * share):
+        if CANCELLED * all_mass * share > final + (rest + left) * share:
             rest, rest_doubt = _sum_left_out(
                 scratch.estimates[:n], spread, unit, plan.correction, bend, shift, plan.width * unit, preview_bound
             )
