@@ -139,11 +139,11 @@ def test_project_does_not_depend_on_threads() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512])
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 6, 12, 27])
-def test_preview_block(rows: int, size: int) -> None:
+def test_add_columns(rows: int, size: int) -> None:
     """Any number of columns, four at a time or not; rows beyond the last are not written."""
     codes = random().integers(-127, 128, (size + 2, BLOCK)).astype(np.int8)
     y, values = spread_out(size), np.full(BLOCK, np.float32(-3))
-    kernels.preview_block(codes, y, values[:rows])
+    kernels.add_columns(codes, y, values[:rows])
     truth = codes[:size, :rows].T.astype(np.float64) @ y.astype(np.float64) - 3
     np.testing.assert_allclose(values[:rows], truth, rtol=1e-5, atol=1e-3)
     assert (values[rows:] == -3).all()
@@ -266,7 +266,7 @@ def test_keep(level: float) -> None:
 
 @pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
 @pytest.mark.parametrize("based", [False, True])
-def test_look(length: int, known: int, based: bool) -> None:
+def test_preview(length: int, known: int, based: bool) -> None:
     """Everything that is kept of a block, whether one thread does it or several, from the beginning or further."""
     rows, blocks = 3000, 6
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
@@ -279,7 +279,7 @@ def test_look(length: int, known: int, based: bool) -> None:
     y = y.astype(np.float32)
     base = spread_out(rows if based else 0, seed=3)
     for low, high in ((0, known), (known, length)) if known else ((0, length),):
-        kernels._look(
+        kernels._preview(
             columns, low, spread, base, y[:high], np.float32(3), 0.01, 2.0, 0.5, 1.5,
             estimates, largest, reach, masses, doubts,
         )  # fmt: skip # the unit is the deviation for a spread of 1
@@ -349,7 +349,7 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
     )
     floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
     ints = [np.zeros(1, np.int64), np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
-    return index, kernels.Scratch(*floats[:5], *ints, *floats[5:])
+    return index, kernels.Scratch(*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64))
 
 
 ONES = np.array([1, 1, 0, 0], np.float32)

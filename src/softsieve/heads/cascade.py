@@ -408,6 +408,7 @@ class Cascade:
                 known=np.zeros(probes, np.float32),
                 previewed=np.zeros(probes, np.float32),
                 around=np.zeros(probes, np.float32),
+                tally=np.zeros(2, np.int64),
             )
         return self._local.scratch
 

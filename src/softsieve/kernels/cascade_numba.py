@@ -163,7 +163,7 @@ def _largest(values: Any) -> Any:
 
 
 @jit_fast
-def preview_block(codes: Any, y: Any, values: Any) -> None:
+def add_columns(codes: Any, y: Any, values: Any) -> None:
     """``values += codes.T @ y`` for a block of rows, four columns at a time."""
     even = y.size - y.size % 4
     for j in range(0, even, 4):
@@ -284,6 +284,7 @@ class Scratch(NamedTuple):
     known: Any  # (probes,): what these are estimated to be without any code
     previewed: Any  # (probes,): estimates of the probes
     around: Any  # (probes,): spreads of the probes
+    tally: Any  # (2,) int64: entries and bytes that were read
 
 
 class Found(NamedTuple):
@@ -374,6 +375,12 @@ def _ahead(estimates: Any, largest: Any, n: int, count: int, rows: Any, values: 
     return found
 
 
+@jit
+def _bend(plan: Plan) -> float:
+    """The deviation from which on `_added` goes along its tangent."""
+    return plan.width / max(2 * plan.correction, 1e-30)
+
+
 @jit_fast
 def _added(deviation: Any, correction: float, bend: float) -> Any:
     """What is added to an estimate so that its exponential is the expected mass of a row that is left out.
@@ -438,7 +445,7 @@ def _begin(offset: Any, base: Any, rows: Any, values: Any) -> None:
 
 
 @jit_fast
-def _look_block(
+def _preview_rows(
     b: int,
     columns: Any,
     known: int,
@@ -462,14 +469,14 @@ def _look_block(
         values[:] = offset
         if base.size:
             _add(base[b * BLOCK : stop], values)
-    preview_block(columns[b, known : y.size], y[known:], values)
+    add_columns(columns[b, known : y.size], y[known:], values)
     largest[b] = _largest(values)
     reach[b] = _reach(values, near, width * unit)
     masses[b], doubts[b] = _sum_masses(values, near, unit, correction, bend, largest[b])
 
 
 @jit_parallel
-def _look(
+def _preview(
     columns: Any,
     known: int,
     spread: Any,
@@ -493,13 +500,13 @@ def _look(
     blocks = masses.size
     if 4 * blocks * BLOCK * y.size <= ALONE:  # masses take as long as some columns
         for b in range(blocks):
-            _look_block(
+            _preview_rows(
                 b, columns, known, spread, base, y, offset, unit, width, correction, bend,
                 estimates, largest, reach, masses, doubts,
             )  # fmt: skip
     else:
         for b in prange(blocks):
-            _look_block(
+            _preview_rows(
                 b, columns, known, spread, base, y, offset, unit, width, correction, bend,
                 estimates, largest, reach, masses, doubts,
             )  # fmt: skip
@@ -634,19 +641,6 @@ def _goal(best: float, sure: float) -> float:
     return (best + max(best, sure)) / 2
 
 
-@jit
-def _survivors(
-    spread: Any, margin: float, k: int, best: float, sure: float, least: float, slack: float, scratch: Scratch
-) -> Any:
-    """How many rows may be among the top k or matter for the normaliser, and the level that they reach."""
-    level = min(_goal(best, sure), least) - slack
-    count = _count(scratch.estimates, spread, margin, level, scratch.reach)
-    if count < k:  # the k best estimates are sure to
-        level = min(best, least) - slack
-        count = _count(scratch.estimates, spread, margin, level, scratch.reach)
-    return count, level
-
-
 @jit_fast
 def _fill(values: Any, near: Any, unit: float, correction: float, bend: float, dense: Any) -> None:
     """Estimates of all rows as numbers whose exponentials are the estimated masses."""
@@ -763,211 +757,309 @@ def _sorted_top(exact: Any, rows: Any, top: Any, logits: Any) -> None:
     top[:], logits[:] = top[order], logits[order]
 
 
+# -- the steps of one query, as docs/cascade.md has them ---------------------------------------------------------------
+
+
+class Overview(NamedTuple):
+    """What a preview says of all rows."""
+
+    level: int  # which preview it was
+    length: int  # of its codes
+    unit: float  # deviation of an estimate's error for a spread of 1
+    shift: float  # the largest estimate; masses are over e^shift
+    mass: float  # of all rows
+    doubt: float  # the doubtful part of it
+    best: float  # the k-th best estimate
+    sure: float  # the k-th largest logit of the rows with the best estimates
+    least: float  # a row that matters for the partition function reaches this
+
+
+class Leaving(NamedTuple):
+    """What is left out of an answer, after the preview and all tiers."""
+
+    count: int  # rows that are not: the finalists
+    mass: float  # of rows that a tier left out
+    doubt: float  # the doubtful part of it
+    gone: int  # how many these are
+    level: float  # the highest that a row that is left out did not reach
+
+
+@jit
+def _tally(scratch: Scratch, entries: int, read: int) -> None:
+    """Count entries and bytes that are read."""
+    scratch.tally[0] += entries
+    scratch.tally[1] += read
+
+
+@jit
+def read_probes(index: Index, x: Any, extended: Any, scratch: Scratch) -> Any:
+    """Read the probes in full, to ``scratch.probed``; what all estimates begin with, besides a bias."""
+    offset = np.float32(_exact_row(index.centre, extended))
+    exact_rows(index.weight, x, index.probes, index.bias, scratch.probed)
+    _begin(offset, index.base, index.probes, scratch.known)
+    scratch.previewed[:] = scratch.known
+    size = index.probes.size * x.size
+    _tally(scratch, size, 2 * extended.size + size * index.weight.itemsize)
+    return offset
+
+
+@jit
+def measure_errors(index: Index, level: int, known: int, extended: Any, scratch: Scratch) -> float:
+    """How large errors of a preview are on the probes, in predicted deviations.
+
+    Reads its codes of the probes beyond the first ``known``, and turns the query that far.
+    """
+    length, probes = index.previews[level], index.probes
+    project(index.projection, extended, known, length, scratch.y[SPREADS:])
+    refine(index.records, 0, scratch.y, probes, known, length, scratch.previewed, scratch.around)
+    for r in range(probes.size):
+        scratch.around[r] = index.spreads[level][probes[r]]
+    more = length - known
+    _tally(scratch, probes.size * more, more * extended.size * 2 + probes.size * (more + 1))
+    return _scale(scratch.probed, scratch.previewed, scratch.around, index.steps[level])
+
+
+@jit
+def preview(
+    index: Index, plan: Plan, level: int, known: int, offset: Any, scale: float, x: Any, scratch: Scratch
+) -> Overview:
+    """Estimates and masses of all rows, from the codes of a preview beyond the first ``known``.
+
+    With a k, the rows with the best estimates are read in full: the k-th largest of their logits is sure to be reached.
+    """
+    n, k, length = index.weight.shape[0], plan.k, index.previews[level]
+    unit = scale * index.steps[level]
+    _preview(
+        index.columns,
+        known,
+        index.spreads[level],
+        index.base,
+        scratch.y[SPREADS : SPREADS + length],
+        offset,
+        unit,
+        plan.width,
+        plan.correction,
+        _bend(plan),
+        scratch.estimates,
+        scratch.largest,
+        scratch.reach,
+        scratch.masses,
+        scratch.doubts,
+    )
+    _tally(scratch, n * (length - known), n * (length - known + 1) + (0 if known else 4 * index.base.size))
+    shift, mass, doubt = _largest(scratch.largest), 0.0, 0.0
+    for b in range(scratch.masses.size):
+        share = math.exp(scratch.largest[b] - shift)
+        mass += scratch.masses[b] * share
+        doubt += scratch.doubts[b] * share
+    best, sure = np.inf, np.inf
+    if k and math.isfinite(unit) and math.isfinite(shift) and math.isfinite(mass):
+        count = _ahead(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
+        best = _kth(scratch.values[:count], k)
+        exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
+        sure = _kth(scratch.exact[:count], k)
+        _tally(scratch, count * x.size, count * x.size * index.weight.itemsize)
+    return Overview(level, length, unit, shift, mass, doubt, best, sure, math.log(mass) + shift + plan.floor)
+
+
+@jit
+def count_survivors(index: Index, plan: Plan, seen: Overview, lowered: float, scratch: Scratch) -> Any:
+    """How many rows may be among the top k or matter for the partition function, and the level that they reach."""
+    spread, margin, slack = index.spreads[seen.level], plan.width * seen.unit, lowered + 1e-6 * abs(seen.shift)
+    level = min(_goal(seen.best, seen.sure), seen.least) - slack
+    count = _count(scratch.estimates, spread, margin, level, scratch.reach)
+    if count < plan.k:  # the k best estimates are sure to
+        level = min(seen.best, seen.least) - slack
+        count = _count(scratch.estimates, spread, margin, level, scratch.reach)
+    return count, level
+
+
+@jit
+def select_survivors(index: Index, plan: Plan, seen: Overview, level: float, scratch: Scratch, dense: Any) -> int:
+    """Rows that reach the level, to the front of ``scratch.rows``; all rows' estimates to ``dense``."""
+    spread, margin = index.spreads[seen.level], plan.width * seen.unit
+    estimates = scratch.estimates[: spread.size]
+    if dense.size and plan.upper:
+        _fill_upper(estimates, spread, margin, dense)
+    elif dense.size:
+        _fill(estimates, spread, seen.unit, plan.correction, _bend(plan), dense)
+    return _select(
+        scratch.estimates,
+        spread,
+        margin,
+        level,
+        scratch.reach,
+        scratch.counts,
+        scratch.marks,
+        scratch.rows,
+        scratch.values,
+        scratch.near,
+    )
+
+
+@jit
+def refine_survivors(
+    index: Index,
+    plan: Plan,
+    seen: Overview,
+    count: int,
+    rest: float,
+    level: float,
+    lowered: float,
+    offset: Any,
+    extended: Any,
+    scratch: Scratch,
+    dense: Any,
+) -> Leaving:
+    """Longer codes of the rows that are left, tier by tier, and who of them stays.
+
+    A tier is read where that promises to read less than all of these rows in full.
+
+    Args:
+        rest: mass of the rows that the preview left out.
+        level: what these did not reach.
+    """
+    k, d, item, probes = plan.k, index.weight.shape[1], index.weight.itemsize, index.probes
+    bend, slack = _bend(plan), lowered + 1e-6 * abs(seen.shift)
+    mass_left, doubt_left, gone, highest = 0.0, 0.0, 0, level
+    known, there = seen.length, 0
+    for tier in range(index.tiers.size):
+        longer = index.tiers[tier]
+        cost = (longer - known) * extended.size * 2 + count * (longer - there + 1)
+        if longer < 2 * known or 2 * cost > count * d * item:
+            continue
+        rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
+        project(index.projection, extended, known, longer, scratch.y[SPREADS:])
+        if there == 0:
+            _begin(offset, index.base, rows, values)
+            scratch.previewed[:] = scratch.known
+        refine(index.records, tier, scratch.y, rows, there, longer, values, near)
+        refine(index.records, tier, scratch.y, probes, there, longer, scratch.previewed, scratch.around)
+        _tally(scratch, (count + probes.size) * (longer - there), cost + probes.size * (longer - there + 1))
+        known = there = longer
+        step = index.tier_steps[tier]
+        unit = step * _scale(scratch.probed, scratch.previewed, scratch.around, step)
+        if dense.size:
+            _write(plan, values, rows, near, unit, bend, dense)
+        margin = plan.width * unit
+        mass, _ = _sum_masses(values, near, unit, plan.correction, bend, seen.shift)
+        bound = math.log(max(rest + mass_left + mass, 1e-300)) + seen.shift + plan.floor
+        if k:
+            best = _kth(values, k)
+            goal = _goal(best, seen.sure)
+            if _reaching(values, near, margin, min(bound, goal) - slack) < k:
+                goal = best
+            bound = min(bound, goal)
+        bound -= slack
+        highest = max(highest, bound)
+        mass, doubt = _sum_leaving(values, near, unit, plan.correction, bend, seen.shift, margin, bound)
+        mass_left, doubt_left = mass_left + mass, doubt_left + doubt
+        count, gone = _keep(
+            values, rows, near, margin, bound, unit, plan.correction, bend, scratch.gone, scratch.gone_added, gone
+        )
+    return Leaving(count, mass_left, doubt_left, gone, highest)
+
+
+@jit
+def sum_up(
+    index: Index, plan: Plan, seen: Overview, left: Leaving, rest: float, rest_doubt: float, level: float,
+    scratch: Scratch,
+) -> Any:  # fmt: skip
+    """log Z, half of its interval and the k-th logit, from the logits of the finalists and the masses of the others.
+
+    Args:
+        rest, rest_doubt: mass of the rows that the preview left out, and its doubtful part.
+        level: what these did not reach.
+    """
+    exact = scratch.exact[: left.count]
+    spread, margin, bend = index.spreads[seen.level], plan.width * seen.unit, _bend(plan)
+    highest, final = seen.shift, 0.0
+    for r in range(exact.size):
+        highest = max(highest, exact[r])
+    for r in range(exact.size):
+        final += math.exp(exact[r] - highest)
+    share = math.exp(seen.shift - highest)
+    kth = _kth(exact, plan.k) if plan.k else np.inf
+    below = kth - 1e-6 * abs(kth) if plan.k else np.inf
+    later, later_doubt = left.mass, left.doubt
+    if CANCELLED * seen.mass * share > final + (rest + later) * share:
+        rest, rest_doubt = _sum_left_out(
+            scratch.estimates[: spread.size], spread, seen.unit, plan.correction, bend, seen.shift, margin, level
+        )
+    if below < left.level:  # rows that did not reach a level above the answer are still below the answer
+        mass, doubt = _excess(
+            scratch.estimates, spread, seen.unit, plan.correction, bend, seen.shift, margin, level, scratch.reach, below
+        )
+        rest, rest_doubt = max(rest - mass, 0.0), max(rest_doubt - doubt, 0.0)
+        mass, doubt = _excess_of_gone(scratch.gone[: left.gone], scratch.gone_added[: left.gone], seen.shift, below)
+        later, later_doubt = max(later - mass, 0.0), max(later_doubt - doubt, 0.0)
+    total = final + (rest + later) * share
+    half = plan.doubt * (rest_doubt + later_doubt) * share / total
+    return math.log(total) + highest, half, kth, below
+
+
 @jit
 def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any) -> Any:
     """Answer one query: its top k to ``top`` and ``logits``.
 
     Args:
         x: the query times beta. (d,)
-        extended: the same, with beta at its end if there is a bias. (d [+ 1],)
+        extended: the same, with beta at its end if the bias is coded. (d [+ 1],)
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
-            masses. (n,) or, when they are not wanted, (0,).
+            masses, or upper ends. (n,) or, when they are not wanted, (0,).
     """
     n, d = index.weight.shape
-    item, probes = index.weight.itemsize, index.probes
-    y, k = scratch.y[SPREADS:], plan.k
-    usual, bend = plan.usual, plan.width / max(2 * plan.correction, 1e-30)
+    usual, tally = plan.usual, scratch.tally
+    tally[:] = 0
+    offset = read_probes(index, x, extended, scratch)
+    if _changed(index.weight, index.probes, index.samples):
+        return Found(CHANGED, 0.0, 0.0, tally[0], tally[1], 0.0, 0, 0, 0.0, 0.0, 0.0)
+    scale = measure_errors(index, plan.first, 0, extended, scratch)
+    size = _scale(scratch.previewed, scratch.known, scratch.around, index.steps[plan.first])
+    signal, toward = size / max(scale, 1e-30), _toward(index.mean, extended)
+    inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
+    if not (inside and signal >= usual.signal and math.isfinite(scale)):
+        return Found(DRIFTED, 0.0, 0.0, tally[0], tally[1], scale, 0, 0, signal, toward, 0.0)
 
-    # Rows that are known say how wrong estimates are for this query.
-    offset = np.float32(_exact_row(index.centre, extended))
-    exact_rows(index.weight, x, probes, index.bias, scratch.probed)
-    _begin(offset, index.base, probes, scratch.previewed)
-    read, entries = 2 * extended.size + probes.size * d * item, probes.size * d
-    if _changed(index.weight, probes, index.samples):
-        return Found(CHANGED, 0.0, 0.0, entries, read, 0.0, 0, 0, 0.0, 0.0, 0.0)
-
-    # The preview: estimates and masses of all rows, and how many of them are left. When many are, a longer one.
-    rounding, best, sure, least, scale, signal, toward = 0.0, np.inf, np.inf, 0.0, 0.0, 0.0, 0.0
-    shift, all_mass, all_doubt, unit, bound = 0.0, 0.0, 0.0, 0.0, 0.0
-    length, count = 0, 0
-    for level in (plan.first, plan.second):
-        known, length, step = length, index.previews[level], index.steps[level]
-        spread = index.spreads[level]
-        project(index.projection, extended, known, length, y)
-        if known == 0:
-            scratch.known[:] = scratch.previewed
-        refine(index.records, 0, scratch.y, probes, known, length, scratch.previewed, scratch.around)
-        for r in range(probes.size):
-            scratch.around[r] = spread[probes[r]]
-        read += (length - known) * extended.size * 2 + probes.size * (length - known + 1)
-        entries += probes.size * (length - known)
-        measured = _scale(scratch.probed, scratch.previewed, scratch.around, step)
-        if known == 0:
-            scale = measured
-            signal = _scale(scratch.previewed, scratch.known, scratch.around, step) / max(measured, 1e-30)
-            toward = _toward(index.mean, extended)
-            inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
-            if not (inside and signal >= usual.signal and math.isfinite(scale)):
-                return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0, signal, toward, 0.0)
-        unit = measured * step
-        _look(
-            index.columns,
-            known,
-            spread,
-            index.base,
-            y[:length],
-            offset,
-            unit,
-            plan.width,
-            plan.correction,
-            bend,
-            scratch.estimates,
-            scratch.largest,
-            scratch.reach,
-            scratch.masses,
-            scratch.doubts,
-        )
-        read += n * (length - known + 1) + (4 * index.base.size if known == 0 else 0)
-        entries += n * (length - known)
-        shift = _largest(scratch.largest)
-        all_mass, all_doubt = 0.0, 0.0
-        for b in range(scratch.masses.size):
-            share = math.exp(scratch.largest[b] - shift)
-            all_mass += scratch.masses[b] * share
-            all_doubt += scratch.doubts[b] * share
-        if not (math.isfinite(measured) and math.isfinite(shift) and math.isfinite(all_mass)):
-            # Beyond float32: nothing to compare.
-            return Found(DRIFTED, 0.0, 0.0, entries, read, scale, 0, 0, signal, toward, 0.0)
-        rounding = 1e-6 * abs(shift)
-        least = math.log(all_mass) + shift + plan.floor
-        if k:
-            # Rows with the best estimates are read at once: the k-th largest of their logits is sure to be reached.
-            count = _ahead(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
-            best = _kth(scratch.values[:count], k)
-            exact_rows(index.weight, x, scratch.rows[:count], index.bias, scratch.exact[:count])
-            sure = _kth(scratch.exact[:count], k)
-            read += count * d * item
-            entries += count * d
-        count, bound = _survivors(spread, plan.width * unit, k, best, sure, least, rounding, scratch)
-        if count <= plan.limit or level == plan.second:
-            break
-    if count > usual.survivors:
-        return Found(DRIFTED, 0.0, 0.0, entries, read, scale, count, 0, signal, toward, 0.0)
+    # When the first preview leaves many rows, a longer one.
+    seen = preview(index, plan, plan.first, 0, offset, scale, x, scratch)
+    count, level = count_survivors(index, plan, seen, 0.0, scratch)
+    if count > plan.limit and plan.second != plan.first:
+        again = measure_errors(index, plan.second, seen.length, extended, scratch)
+        seen = preview(index, plan, plan.second, seen.length, offset, again, x, scratch)
+        count, level = count_survivors(index, plan, seen, 0.0, scratch)
+    computed = math.isfinite(seen.unit) and math.isfinite(seen.shift) and math.isfinite(seen.mass)
+    if not computed or count > usual.survivors:  # nothing to compare beyond float32
+        return Found(DRIFTED, 0.0, 0.0, tally[0], tally[1], scale, count, 0, signal, toward, 0.0)
 
     lowered, survivors = 0.0, 0
     for _ in range(PATIENCE):
         if lowered:
-            count, bound = _survivors(spread, plan.width * unit, k, best, sure, least, lowered + rounding, scratch)
-        count = _select(
-            scratch.estimates,
-            spread,
-            plan.width * unit,
-            bound,
-            scratch.reach,
-            scratch.counts,
-            scratch.marks,
-            scratch.rows,
-            scratch.values,
-            scratch.near,
-        )
+            count, level = count_survivors(index, plan, seen, lowered, scratch)
+        count = select_survivors(index, plan, seen, level, scratch, dense)
         survivors += count
-        rows, values, near = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
-        mass, doubt = _sum_masses(values, near, unit, plan.correction, bend, shift)
-        rest, rest_doubt = max(all_mass - mass, 0.0), max(all_doubt - doubt, 0.0)
-        left, left_doubt, gone = 0.0, 0.0, 0  # of rows that leave later
-        preview_bound, highest_bound = bound, bound
-
-        if dense.size:
-            if plan.upper:
-                _fill_upper(scratch.estimates[:n], spread, plan.width * unit, dense)
-            else:
-                _fill(scratch.estimates[:n], spread, unit, plan.correction, bend, dense)
-
-        # Tiers: longer prefixes of the rows that are left, where that promises to read less than all of these rows.
-        known = length
-        there = 0
-        for tier in range(index.tiers.size):
-            longer = index.tiers[tier]
-            cost = (longer - known) * extended.size * 2 + count * (longer - there + 1)
-            if longer < 2 * known or 2 * cost > count * d * item:
-                continue
-            project(index.projection, extended, known, longer, y)
-            if there == 0:
-                _begin(offset, index.base, rows, values)
-                _begin(offset, index.base, probes, scratch.previewed)
-            refine(index.records, tier, scratch.y, rows, there, longer, values, near)
-            refine(index.records, tier, scratch.y, probes, there, longer, scratch.previewed, scratch.around)
-            read += cost + probes.size * (longer - there + 1)
-            entries += (count + probes.size) * (longer - there)
-            known = there = longer
-            tier_unit = index.tier_steps[tier] * _scale(
-                scratch.probed, scratch.previewed, scratch.around, index.tier_steps[tier]
-            )
-            mass, _ = _sum_masses(values, near, tier_unit, plan.correction, bend, shift)
-            if dense.size:
-                _write(plan, values, rows, near, tier_unit, bend, dense)
-            bound = math.log(max(rest + left + mass, 1e-300)) + shift + plan.floor
-            margin = plan.width * tier_unit
-            if k:
-                best_here = _kth(values, k)
-                goal = _goal(best_here, sure)
-                if _reaching(values, near, margin, min(bound, goal) - lowered - rounding) < k:
-                    goal = best_here
-                bound = min(bound, goal)
-            bound -= lowered + rounding
-            highest_bound = max(highest_bound, bound)
-            mass, doubt = _sum_leaving(values, near, tier_unit, plan.correction, bend, shift, margin, bound)
-            left, left_doubt = left + mass, left_doubt + doubt
-            count, gone = _keep(
-                values, rows, near, margin, bound, tier_unit, plan.correction, bend,
-                scratch.gone, scratch.gone_added, gone,
-            )  # fmt: skip
-            rows, values, near = rows[:count], values[:count], near[:count]
-        if count * SHARE > n:
+        mass, doubt = _sum_masses(
+            scratch.values[:count], scratch.near[:count], seen.unit, plan.correction, _bend(plan), seen.shift
+        )
+        rest, rest_doubt = max(seen.mass - mass, 0.0), max(seen.doubt - doubt, 0.0)
+        left = refine_survivors(index, plan, seen, count, rest, level, lowered, offset, extended, scratch, dense)
+        if left.count * SHARE > n:
             break
-
-        # The finalists, exactly.
-        exact = scratch.exact[:count]
+        rows, exact = scratch.rows[: left.count], scratch.exact[: left.count]
         exact_rows(index.weight, x, rows, index.bias, exact)
-        read += count * d * item
-        entries += count * d
-        highest = max(exact.max(), shift) if count else shift
-        final = 0.0
-        for r in range(count):
-            final += math.exp(exact[r] - highest)
-        share = math.exp(shift - highest)
-        kth, below = np.inf, np.inf
-        if k:
-            kth = _kth(exact, k)
-            below = kth - 1e-6 * abs(kth)
-        if CANCELLED * all_mass * share > final + (rest + left) * share:
-            rest, rest_doubt = _sum_left_out(
-                scratch.estimates[:n], spread, unit, plan.correction, bend, shift, plan.width * unit, preview_bound
-            )
-        if below < highest_bound:
-            # Rows that did not reach a level above the answer are still below the answer.
-            mass, doubt = _excess(
-                scratch.estimates, spread, unit, plan.correction, bend, shift, plan.width * unit, preview_bound,
-                scratch.reach, below,
-            )  # fmt: skip
-            rest, rest_doubt = max(rest - mass, 0.0), max(rest_doubt - doubt, 0.0)
-            mass, doubt = _excess_of_gone(scratch.gone[:gone], scratch.gone_added[:gone], shift, below)
-            left, left_doubt = max(left - mass, 0.0), max(left_doubt - doubt, 0.0)
-        total = final + (rest + left) * share
-        half = plan.doubt * (rest_doubt + left_doubt) * share / total
+        _tally(scratch, left.count * d, left.count * d * index.weight.itemsize)
+        log_z, half, kth, below = sum_up(index, plan, seen, left, rest, rest_doubt, level, scratch)
         if half <= plan.tolerance:
-            log_z = math.log(total) + highest
-            flat = 0.0
-            if k:
-                flat = log_z - kth
+            flat = log_z - kth if plan.k else 0.0
+            if flat > usual.flat:
+                return Found(DRIFTED, 0.0, 0.0, tally[0], tally[1], scale, survivors, 0, signal, toward, flat)
+            if plan.k:
                 _sorted_top(exact, rows, top, logits)
-                if flat > usual.flat:
-                    return Found(DRIFTED, 0.0, 0.0, entries, read, scale, survivors, 0, signal, toward, flat)
             if dense.size:
-                if below < highest_bound and not plan.upper:
+                if below < left.level and not plan.upper:
                     _limit(below, dense)
-                for r in range(count):
+                for r in range(left.count):
                     dense[rows[r]] = exact[r]
-            return Found(ANSWERED, log_z, half, entries, read, scale, survivors, count, signal, toward, flat)
+            return Found(ANSWERED, log_z, half, tally[0], tally[1], scale, survivors, left.count, signal, toward, flat)
         lowered += 1.0
-    return Found(EXPENSIVE, 0.0, 0.0, entries, read, scale, survivors, 0, signal, toward, 0.0)
+    return Found(EXPENSIVE, 0.0, 0.0, tally[0], tally[1], scale, survivors, 0, signal, toward, 0.0)
