@@ -457,7 +457,7 @@ class AdaptiveSoftmax:
                 warnings.warn(
                     f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
                     "every answer will be exact",
-                    stacklevel=3,
+                    stacklevel=4,  # the caller of `calibrate`, which is in its own modes
                 )
             elif k == max(ks):  # the one that `sample` asks with
                 fit = cascade_calibration.envelope(engine, sample, self._exact_logits, fit)

@@ -351,7 +351,7 @@ def _usual(features: Tensor, fit: CascadeCalibration) -> CascadeCalibration:
 def envelope(
     engine: Engine, x: Tensor, logits: Callable[[Tensor], Tensor], fit: CascadeCalibration
 ) -> CascadeCalibration:
-    """So many deviations that, for a query like these, no logit of a row that is left out is above its estimate by more.
+    """So many deviations that, for queries like these, logits of rows left out are above their estimates by no more.
 
     That holds for ``1 - delta`` of the queries, with the same confidence as the rest: of those tried, the least with
     which no more of the sample queries than `allowed` have a logit beyond. Infinite if none will do.
