@@ -8,6 +8,7 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
+from softsieve.bench.synthetic_heads import make_head
 from softsieve.heads import TopK
 from softsieve.reference.heads import logits
 
@@ -67,6 +68,20 @@ def sparse_query(n: int, d: int, count: int, g: torch.Generator) -> Made:
 def negative_and_huge(n: int, d: int, count: int, g: torch.Generator) -> Made:
     weight, x = peaked(n, d, count, g)
     return weight - 2, x * 1000
+
+
+def language(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    """As of a language model."""
+    seed = int(torch.randint(2**31, (1,), generator=g))
+    weight, x, _ = make_head(n, d, rank=d // 4, calibration=count, test=1, seed=seed)
+    return weight.float(), x
+
+
+def spectral(n: int, d: int, count: int, g: torch.Generator) -> Made:
+    """Coordinates that fall off, and queries of very different lengths: some errors are far larger than others."""
+    scale = torch.arange(1, d + 1) ** -0.5
+    weight, x = torch.randn(n, d, generator=g) * scale, torch.randn(count, d, generator=g) * scale * 8
+    return weight, x * torch.exp(0.5 * torch.randn(count, 1, generator=g))
 
 
 KINDS: dict[str, Maker] = {

@@ -18,9 +18,9 @@ from softsieve import AdaptiveSoftmax
 from softsieve.bench.synthetic_heads import make_head
 from softsieve.heads import TopK, basis, cascade, cascade_calibration
 from softsieve.heads.basis import Moments, joint_basis, second_moment
-from softsieve.heads.cascade import BLOCK, PROBES, SAMPLES, SPREADS, Cascade, Index, checksums, extend, lengths
+from softsieve.heads.cascade import BLOCK, PROBES, SAMPLES, SPREADS, Cascade, Index, checksums, lengths
 from softsieve.heads.cascade_answers import WeightChanged
-from softsieve.kernels.cascade_numba import ALONE, Plan
+from softsieve.kernels.cascade_numba import ALONE, Plan, Usual
 from softsieve.reference import heads as reference
 from tests.heads.instances import gaussian, plausible, right
 
@@ -47,8 +47,8 @@ def instance(n: int = N, d: int = D, count: int = 200, seed: int = 0) -> tuple[T
 
 
 def index_of(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Index:
-    moments = Moments(weight.shape[1] + (bias is not None))
-    moments.update(extend(x, 1.0, bias))
+    moments = Moments(weight.shape[1])
+    moments.update(x)
     return cascade.build(weight, bias, moments)
 
 
@@ -122,10 +122,9 @@ def test_lengths(size: int) -> None:
         assert 2 * (tiers[-1] + SPREADS) - SPREADS > size // 2 or len(tiers) == SPREADS
 
 
-def turned(index: Index, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def turned(index: Index, weight: Tensor) -> Tensor:
     """The rows in the basis of an index, in float64."""
-    rows = weight.double() if bias is None else torch.cat([weight.double(), bias.double()[:, None]], -1)
-    return (rows - index.centre.double()) @ index.expand.double()
+    return (weight.double() - index.centre.double()) @ index.expand.double()
 
 
 def decoded(index: Index) -> Tensor:
@@ -162,7 +161,7 @@ def test_codes(n: int, d: int, with_bias: bool) -> None:
     bias = torch.randn(n, generator=generator(1)) if with_bias else None
     index = index_of(weight, x, bias)
     cascade.check(index, weight, bias)
-    rows, codes = turned(index, weight, bias)[:, : len(index.unit)], index.records[:, SPREADS:]
+    rows, codes = turned(index, weight)[:, : len(index.unit)], index.records[:, SPREADS:]
     assert int(codes.min()) >= -127
     error = (rows / index.unit.double() - codes).abs()
     assert bool((error[codes.abs() < 127] <= 0.5 + 1e-3).all())
@@ -192,7 +191,7 @@ def test_spreads(n: int, d: int, with_bias: bool) -> None:
     weight, x = gaussian(n, d, 50, generator(n))
     bias = torch.randn(n, generator=generator(1)) if with_bias else None
     index = index_of(weight, x, bias)
-    rows = turned(index, weight, bias)
+    rows = turned(index, weight)
     found, steps = spreads_of(index)
     exact = lacking(index, rows)
     rounding = 1e-3 * rows.norm(dim=-1) + 1e-6
@@ -238,9 +237,9 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = gaussian(1100, 40, 50, generator())
     bias = torch.randn(1100, generator=generator(1))
     whole, told = index_of(weight, x, bias), []
-    monkeypatch.setattr(cascade, "CHUNK", 41 * 100)
-    moments = Moments(41)
-    moments.update(extend(x, 1.0, bias))
+    monkeypatch.setattr(cascade, "CHUNK", 40 * 100)
+    moments = Moments(40)
+    moments.update(x)
     parts = cascade.build(weight, bias, moments, progress=lambda _, share: told.append(share))
     for name, one, other in zip(Index._fields, whole, parts, strict=True):
         if one.is_floating_point():
@@ -461,14 +460,14 @@ def test_update_is_a_fresh_coding(changeable: tuple[AdaptiveSoftmax, Tensor]) ->
     head.bias[rows] += 1  # type: ignore[index]
     head.update_rows([512, 0, 5, 5, 511, N - 1])  # in any order, and more than once
     index = copied(head.index)
-    exact = turned(index, head.weight, head.bias)[rows]
+    exact = turned(index, head.weight)[rows]
     units = exact[:, : len(index.unit)] / index.unit.double()
     assert bool((index.records[rows, SPREADS:] - units.clamp(-127, 127)).abs().le(0.5 + 1e-3).all())
     assert torch.equal(
         index.columns[rows // BLOCK, :, rows % BLOCK], index.records[rows, SPREADS:][:, : lengths(D)[0][-1]]
     )
     found, steps = spreads_of(index)
-    lacks = lacking(index, turned(index, head.weight, head.bias))
+    lacks = lacking(index, turned(index, head.weight))
     rounding = 1e-3 * exact.norm(dim=-1)
     assert bool((found[:, rows] >= lacks[:, rows] - rounding).all())
     assert bool((found[:, rows] <= lacks[:, rows] + rounding + steps).all())
@@ -661,9 +660,8 @@ def test_threads_that_are_parallel_themselves() -> None:
     engine = Cascade(index_of(weight, x), weight, None, 1.0)
     length = lengths(128)[0][-1]
     assert len(engine.index.columns) * BLOCK * length > ALONE
-    chosen = Plan(
-        8, engine.previews - 1, engine.previews - 1, math.inf, 2.0, 0.5, math.log(0.01), 0.0, 1.0, 0.0, math.inf
-    )
+    last, anything = engine.previews - 1, Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
+    chosen = Plan(8, last, last, math.inf, 2.0, 0.5, math.log(0.01), 0.0, 1.0, anything, upper=False)
     alone = engine.ask(x, chosen)
     assert not alone.state.any()
     with ThreadPoolExecutor(8) as pool:

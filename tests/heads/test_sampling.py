@@ -12,11 +12,14 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.bench.synthetic_heads import make_head
-from softsieve.heads.sampling import draw
+from softsieve.heads.cascade import Cascade
+from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.sampling import draw, draw_below
 from softsieve.reference.heads import topk_softmax
+from tests.heads.instances import spectral
 
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
-DRAWS = 10_000
+DRAWS = 20_000
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -89,19 +92,33 @@ def test_the_last_of_a_nucleus() -> None:
 
 
 def head(method: str, **options: Any) -> tuple[AdaptiveSoftmax, Tensor]:
-    """A head and a query that it answers from a part of the weight, if it can."""
+    """A head and a query that it answers from a part of the weight, if it can, and for which its promise holds."""
     weight, x, _ = make_head(500, 64, rank=8, calibration=420, test=1)
     made = AdaptiveSoftmax(weight.float(), delta=0.1, method=method, **options)
-    if method != "cascade":
+    if method == "exact":
         return made, x[0]
     made.build(x[:150])
     made.calibrate(x[150:400], [1, 12], generator=generator())
+    if method == "auto":
+        for k, fit in list(made.calibrations.items()):
+            assert isinstance(fit, CascadeCalibration)
+            made.calibrations[k] = fit._replace(batch=DRAWS)
     new = x[400:]
-    truth = topk_softmax(made.weight, new, 12)
-    fine = ~made.topk(new, 12).exact & (truth.probs[:, 0] < 0.5)
+    truth = topk_softmax(made.weight, new, 500)
+    fine = ~made.topk(new, 12).exact & (truth.probs[:, 0] < 0.5) & bounded(made, new, 12)
     for k in (1, 12):
         fine &= (made.topk(new, k).indices == truth.indices[:, :k]).all(-1)
     return made, new[fine][0]
+
+
+def bounded(made: AdaptiveSoftmax, x: Tensor, k: int) -> Tensor:
+    """Whether no logit is above its upper end, and there are some that are below; (batch,)."""
+    engine, fit = made._cascade, made.calibrations[k]
+    assert isinstance(engine, Cascade)
+    assert isinstance(fit, CascadeCalibration)
+    ends, answered = engine.upper_ends(x, fit)
+    exact = x @ made.weight.T
+    return answered & (exact <= ends + 1e-4).all(-1) & (ends > exact + 0.1).any(-1)
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +126,34 @@ def cascade() -> tuple[AdaptiveSoftmax, Tensor]:
     return head("cascade")
 
 
+@pytest.fixture(scope="module")
+def auto() -> tuple[AdaptiveSoftmax, Tensor]:
+    """As if the cascade were faster for all batches."""
+    return head("auto")
+
+
 SETTINGS = [
     (temperature, top_k, top_p)
-    for temperature in (0.5, 1.0, 2.0)
+    for temperature in (0.7, 1.0, 1.5)
     for top_k, top_p in (
         (None, None),
+        (None, 1.0),
+        (None, 0.9),
         (12, None),
+        (12, 1.0),
+        (12, 0.9),
         (5, None),
         (1, None),
-        (None, 0.8),
         (None, 1e-6),
-        (12, 0.8),
         (500, 0.5),
     )
 ]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS[::3])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
 def test_sample_exactly(temperature: float, top_k: int | None, top_p: float | None) -> None:
     made, x = head("exact")
-    found = made.sample(x.expand(3000, -1), temperature, top_k, top_p, generator=generator())
+    found = made.sample(x.expand(DRAWS, -1), temperature, top_k, top_p, generator=generator())
     assert as_often(found, expected(topk_softmax(made.weight, x, 500).logits, made, x, temperature, top_k, top_p))
 
 
@@ -142,32 +167,118 @@ def expected(
     return torch.zeros(500, dtype=torch.float64).index_put((rows[: len(kept)],), kept)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [s for s in SETTINGS if s[1] and s[1] <= 12])
-def test_sample_of_a_cascade_among_the_largest(
-    temperature: float, top_k: int, top_p: float | None, cascade: tuple[AdaptiveSoftmax, Tensor]
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [s for s in SETTINGS if not s[1] or s[1] <= 12])
+@pytest.mark.parametrize("method", ["cascade", "auto"])
+def test_sample_of_a_cascade(
+    method: str,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    cascade: tuple[AdaptiveSoftmax, Tensor],
+    auto: tuple[AdaptiveSoftmax, Tensor],
 ) -> None:
-    """Exact in distribution: all of them are read."""
-    made, x = cascade
+    """Exact in distribution, though most of what it draws from is only estimated."""
+    made, x = cascade if method == "cascade" else auto
     truth = topk_softmax(made.weight, x, 500)
     assert torch.equal(made.topk(x, 12).indices, truth.indices[:12])
     found = made.sample(x.expand(DRAWS, -1), temperature, top_k, top_p, generator=generator())
-    assert as_often(found, expected(truth.logits, made, x, temperature, top_k, top_p))
+    wanted = expected(truth.logits, made, x, temperature, top_k, top_p)
+    assert as_often(found, wanted)
+    estimated = (made.logits(x).double() / temperature).softmax(-1)
+    assert top_k or top_p == 1e-6 or not as_often(found, nucleus(estimated, top_p or 1.0))  # logits would not do
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("top_p", [None, 0.8])
-def test_sample_of_a_cascade(temperature: float, top_p: float | None, cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
-    """By its logits; among rows that are read in full by the exact ones."""
-    made, x = cascade
-    drawn = made.sample(x.expand(DRAWS, -1), temperature, None, top_p, generator=generator())
-    logits = made.logits(x).double()
-    assert as_often(drawn, nucleus((logits / temperature).softmax(-1), top_p or 1.0))
-    exact = made.weight.double() @ x.double()
-    refined = (logits - exact).abs() < 1e-5
-    assert 12 <= int(refined.sum()) < 250
-    among = (exact / temperature).softmax(-1) * refined
-    if top_p is None:
-        assert as_often(drawn[refined[drawn]], among / among.sum())
+@pytest.fixture(scope="module")
+def greedy() -> tuple[AdaptiveSoftmax, Tensor]:
+    """A head for k = 1 alone, and queries that it has not seen. Not to be changed."""
+    weight, x = spectral(2000, 64, 1400, generator())
+    made = AdaptiveSoftmax(weight, delta=0.05, method="cascade")
+    made.calibrate(x[:1000] / 4, 1, generator=generator())
+    return made, x[1000:] / 4
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, None), (1.0, 1.0), (1.5, None)])
+def test_calibrated_for_one_it_draws_from_all(
+    temperature: float, top_p: float | None, greedy: tuple[AdaptiveSoftmax, Tensor]
+) -> None:
+    made, x = greedy
+    truth = (x.double() @ made.weight.double().T / temperature).softmax(-1)
+    chosen = (bounded(made, x, 1) & (truth.amax(-1) < 0.3)).nonzero()[:2, 0]
+    assert len(chosen) == 2
+    for number in chosen.tolist():
+        drawn = made.sample(x[number].expand(DRAWS, -1), temperature, None, top_p, generator=generator(number))
+        assert as_often(drawn, truth[number])
+    logits = (made.logits(x[chosen]).double() / temperature).softmax(-1)
+    assert float((logits - truth[chosen]).abs().sum(-1).max()) / 2 > 0.02  # total variation of what was drawn from once
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.7, 0.1), (1.0, 0.2), (1.5, 0.5)])
+def test_most_draws_take_no_exact_product(
+    temperature: float, share: float, greedy: tuple[AdaptiveSoftmax, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x = greedy
+    products: list[int] = []
+    rows: list[int] = []
+    exactly, some = made._exact_logits, made._logits_of
+
+    def count_products(queries: Tensor) -> Tensor:
+        products.append(len(queries))
+        return exactly(queries)
+
+    def count_rows(queries: Tensor, query: Tensor, row: Tensor) -> Tensor:
+        rows.append(len(row))
+        return some(queries, query, row)
+
+    monkeypatch.setattr(made, "_exact_logits", count_products)
+    monkeypatch.setattr(made, "_logits_of", count_rows)
+    drawn = made.sample(x, temperature, generator=generator())
+    assert bool(((drawn >= 0) & (drawn < 2000)).all())
+    assert sum(products) <= share * len(x)
+    assert sum(rows) < 0.1 * 2000 * len(x)
+
+
+def test_top_p_alone_takes_the_exact_product(greedy: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    """It needs the whole partition function; the draws are those of an exact head."""
+    made, x = greedy
+    exact = AdaptiveSoftmax(made.weight, method="exact")
+    one, other = (h.sample(x, 1.0, None, 0.9, generator=generator()) for h in (made, exact))
+    assert torch.equal(one, other)
+
+
+# -- from upper ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_draw_below(temperature: float) -> None:
+    """By the logits, wherever the ends are."""
+    g = generator()
+    logits = 2 * torch.randn(2, 40, generator=g)
+    ends = logits + 3 * torch.rand(2, 40, generator=g) * (torch.rand(2, 40, generator=g) < 0.7)
+    number = torch.arange(DRAWS) % 2
+    found = draw_below(
+        ends[number],
+        torch.ones(DRAWS, dtype=torch.bool),
+        lambda query, row: logits[number[query], row],
+        temperature,
+        generator=g,
+    )
+    for one in range(2):
+        some = found[number == one]
+        some = some[some >= 0]
+        assert len(some) > 0.99 * DRAWS / 2
+        assert as_often(some, (logits[one].double() / temperature).softmax(-1))
+        assert not as_often(some, (ends[one].double() / temperature).softmax(-1))
+
+
+def test_none_is_drawn_where_none_was_asked_or_accepted() -> None:
+    logits = torch.zeros(6, 40)
+    asked = torch.tensor([True, False, True, True, False, True])
+    ends = logits.clone()
+    ends[3:] += 1000
+    found = draw_below(ends, asked, lambda query, row: logits[query, row], 1.0, generator=generator())
+    assert found.ge(0).tolist() == [True, False, True, False, False, False]
+    assert found[~found.ge(0)].eq(-1).all()
+    assert found.dtype == torch.int64
 
 
 def test_seeds(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
@@ -231,6 +342,7 @@ def test_high_temperature_is_uniform(cascade: tuple[AdaptiveSoftmax, Tensor]) ->
         ({"top_p": "most"}, TypeError, "top_p: "),
         ({"x": torch.zeros(3)}, ValueError, r"x: expected shape \(\.\.\., 64\), found \(3,\)"),
         ({"x": torch.full((64,), math.nan)}, ValueError, "x: expected finite"),
+        ({"x": torch.full((64,), 3e38)}, ValueError, r"x: expected logits that torch\.float32 can hold"),
     ],
 )
 @pytest.mark.parametrize("method", ["exact", "cascade"])

@@ -230,9 +230,7 @@ class AdaptiveSoftmax:
             logits = found.logits
             if found.rest:
                 logits[found.rest] = self._exact_logits(queries[found.rest])
-        if logits.is_cpu and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # NaN and infinities stay in it
-            raise ValueError(f"x: expected logits that {logits.dtype} can hold, found some beyond")
-        return logits.reshape(*x.shape[:-1], -1)
+        return _held(logits).reshape(*x.shape[:-1], -1)
 
     @in_own_modes
     def estimated(self, queries: Tensor) -> Estimated | None:
@@ -305,14 +303,14 @@ class AdaptiveSoftmax:
         queries = self._queries("x", x, look=self.weight.is_cpu)
         found = self._fitted(self._largest_k(), len(queries)) if top_p is None or top_p == 1 else None
         if found is None or not math.isfinite(found[0].envelope):
-            drawn = draw(self._exact_logits(queries), temperature, top_p, generator)
+            drawn = draw(_held(self._exact_logits(queries)), temperature, top_p, generator)
         else:
             fit, engine = found
             ends, answered = engine.upper_ends(queries, fit)
             drawn = draw_below(ends, answered, partial(self._logits_of, queries), temperature, generator=generator)
             rest = (drawn < 0).nonzero()[:, 0]
             if len(rest):
-                drawn[rest] = draw(self._exact_logits(queries[rest]), temperature, None, generator)
+                drawn[rest] = draw(_held(self._exact_logits(queries[rest])), temperature, None, generator)
         return drawn.reshape(x.shape[:-1])
 
     # -- fitting -------------------------------------------------------------------------------------------------------
@@ -457,7 +455,7 @@ class AdaptiveSoftmax:
                 warnings.warn(
                     f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
                     "every answer will be exact",
-                    stacklevel=3,
+                    stacklevel=4,  # the caller of `calibrate`, which is in its own modes
                 )
             elif k == max(ks):  # the one that `sample` asks with
                 fit = cascade_calibration.envelope(engine, sample, self._exact_logits, fit)
@@ -953,6 +951,13 @@ def _file(path: str | os.PathLike[str]) -> Path:
     if not found.name:
         raise InputError(f"path: expected the one of a file, found {str(path)!r}")
     return found
+
+
+def _held(logits: Tensor) -> Tensor:
+    """The same, refused when there are some beyond their dtype; on a GPU that is not looked at."""
+    if logits.is_cpu and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # NaN and infinities stay in it
+        raise ValueError(f"x: expected logits that {logits.dtype} can hold, found some beyond")
+    return logits
 
 
 def _moderate(moments: Moments) -> None:

@@ -319,7 +319,7 @@ def _features(asked: Asked) -> Tensor:
     """What tells queries from elsewhere, each the larger the stranger a query is. (batch, features)"""
     scale, signal = asked.scale.clamp_min(1e-30).log(), asked.signal.clamp_min(1e-30).log()
     flat = torch.where(asked.state == 0, asked.flat, -math.inf)
-    survivors = (1.0 + asked.survivors).log()
+    survivors = asked.survivors.double().log1p()
     return torch.stack([scale, -scale, -signal, asked.toward, -asked.toward, survivors, flat], -1).double()
 
 
