@@ -146,6 +146,17 @@ def only_one(folder: Path, what: str) -> Iterator[None]:
             os.close(held)
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a place that cannot be written to, before hours are spent on what would go there.
+
+    Raises:
+        InputError: when the nearest folder above ``path`` is none, or not one to write in.
+    """
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{path}: cannot be written to")
+
+
 # -- rooms -------------------------------------------------------------------------------------------------------------
 
 

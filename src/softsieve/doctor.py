@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from softsieve import _probes
-from softsieve.bench.record import provenance
+from softsieve._records import provenance
 from softsieve.extras import EXTRAS
 
 CORE = ("torch", "numba", "numpy", "safetensors", "typer", "rich")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from experiments import histograms
+from experiments.variance import instances
 from softsieve.errors import InputError
-from softsieve.experiments import histograms
-from softsieve.experiments.variance import instances
 from softsieve.heads.estimators import ESTIMATORS, Estimate
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import logistic
 from softsieve.errors import InputError
-from softsieve.experiments import logistic
 from softsieve.heads import AdaptiveSoftmax, TopK
 from softsieve.tasks.examples import Data, Examples
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from softsieve.cli import app
+from experiments import perplexity
+from experiments.commands import app
+from experiments.perplexity import Reading
+from softsieve.comparisons.output import read_table
 from softsieve.errors import InputError
-from softsieve.experiments import perplexity
-from softsieve.experiments.output import read_table
-from softsieve.experiments.perplexity import Reading
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.integrations.hidden_states import Corpus, Head
 
@@ -203,7 +203,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *more: str) -> Result:
     few = ["--calibration", "700", "--tokens", "40", "--window", "32", "--delta", "0.05", "--k", "1", "--k", "4"]
-    command = ["experiment", "perplexity", "--model", str(folder), "--text", str(folder / "text.txt"), *few, *more]
+    command = ["perplexity", "--model", str(folder), "--text", str(folder / "text.txt"), *few, *more]
     return CliRunner().invoke(app, command, env={"COLUMNS": "200", "TERM": "dumb"})
 
 

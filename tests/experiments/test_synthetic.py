@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from experiments import synthetic
 from softsieve.errors import InputError
-from softsieve.experiments import synthetic
 from softsieve.heads import AdaptiveSoftmax, TopK
 
 D = 20_000

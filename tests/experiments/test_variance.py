@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experiments import variance
+from experiments.variance import Instance
 from softsieve.errors import InputError
-from softsieve.experiments import variance
-from softsieve.experiments.variance import Instance
 from softsieve.heads.estimators import ESTIMATORS, Estimate
 
 PARTS = ("calibration", "test")

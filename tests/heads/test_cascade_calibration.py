@@ -15,7 +15,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import make_head
+from softsieve.data.synthetic_heads import make_head
 from softsieve.errors import InputError
 from softsieve.heads import TopK, cascade_calibration, index_file
 from softsieve.heads.cascade import Asked, Index, plan_of

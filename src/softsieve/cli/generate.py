@@ -6,22 +6,22 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from softsieve._files import check_writable
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
+from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
     from torch import Tensor
 
-    from softsieve._progress import Report
     from softsieve.heads import AdaptiveSoftmax
     from softsieve.integrations.generation import Agreement, Choice, Written
 
@@ -101,19 +101,18 @@ def generate(
         if not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         import torch
-        from rich.console import Console
 
-        from softsieve.bench.record import write_record
+        from softsieve._records import write_record
         from softsieve.integrations import generation, hidden_states
         from softsieve.integrations.adaptive_head import INDEX
         from softsieve.tasks.files import read_text
 
         _set_threads(threads)
-        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        console = error_console()
         text = None if calibration is None else (str(calibration), read_text(calibration))
         tokenizer = hidden_states.load_tokenizer(model)
         first = hidden_states.first_token(tokenizer, bos=bos)
-        with _bar(console) as progress:
+        with bar(console) as progress:
             progress("loading the model", 0)
             network = generation.load(model, dtype=getattr(torch, DTYPES[dtype]))
         _check_sizes(network, k=k, top_k=top_k)
@@ -210,11 +209,8 @@ def _check_places(save: Path | None, out: Path | None) -> None:
     if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
         raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
     for place in (save, out):
-        if place is None:
-            continue
-        there = next(path for path in place.absolute().parents if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise InputError(f"{place}: cannot be written to")
+        if place is not None:
+            check_writable(place)
 
 
 # What is done
@@ -267,13 +263,13 @@ def _calibrated(
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with _bar(console) as progress:
+        with bar(console) as progress:
             options: dict[str, Any] = {"count": queries, "first": first, "progress": progress}
             if text is None:
                 states = generation.own_states(network, tokenizer, generator=generator, **options)
             else:
                 states = generation.text_states(network, tokenizer, text[1], place=text[0], **options)
-        with _bar(console) as progress:
+        with bar(console) as progress:
             head = accelerate_head(network, states, **promise, generator=generator, progress=progress).head
     console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
     for warning in caught:  # such as: too few
@@ -316,7 +312,7 @@ def _write(
         return generation.write(network, ids, tokens=count, choice=choice, generator=drawn, stream=stream)
 
     def both(prompt: str, ids: Tensor) -> Pair:
-        with _bar(console) as progress:
+        with bar(console) as progress:
             with generation.exact_head(network):
                 exact = write(ids, tokens, lambda token: progress("the exact head writes", 0.5 / tokens))
             agreement = generation.agreement(
@@ -334,16 +330,6 @@ def _write(
             write(starts[0][1], _WARM_UP)
         write(starts[0][1], _WARM_UP)
         return [both(prompt, ids) for prompt, ids in starts]
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Report]:
-    """How far something is, on a terminal."""
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, advance=share)
 
 
 # What is said
