@@ -14,6 +14,7 @@ from rich.table import Table
 from softsieve._records import write_record
 from softsieve.cli.errors import one_line
 from softsieve.cli.head_bench import (
+    Delta,
     Deltas,
     Eps,
     Ks,
@@ -211,7 +212,7 @@ def head(
     calibration: Annotated[int, typer.Option(min=2, help="cuda: queries to calibrate with")] = 3000,
     test_queries: Annotated[int, typer.Option(min=64, help="cuda: other queries to test with")] = 2000,
     eps: Eps = 0.3,
-    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    delta: Delta = 0.01,
     k: Annotated[int, typer.Option(min=1, help="softmax values asked for")] = 1,
     repeats: Repeats = 30,
     out: Record = None,
@@ -336,7 +337,7 @@ def head_scaling(
 ) -> None:
     """What `softsieve head bench` measures, on made-up heads of any shape: how time and success go with d or n."""
     out = stem(out, "head-scaling")
-    with watched(out) as report:
+    with watched(out) as progress:
         from benchmarks import head_scaling as suite
         from softsieve.comparisons.head_methods import NOTE
 
@@ -353,6 +354,6 @@ def head_scaling(
             "seed": seed,
         }
         set_threads(threads)
-        rows = suite.scaling(n, d, **chosen, report=report)
+        rows = suite.scaling(n, d, **chosen, progress=progress)
         write(out, "head-scaling", {"n": n, "d": d, **chosen, "note": NOTE}, rows, suite.draw(rows))
     say(out, rows, "head", method)

@@ -23,19 +23,19 @@ def scaling(
     calibration: int,
     test_queries: int,
     seed: int = 0,
-    report: Report = in_silence,
+    progress: Report = in_silence,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """The results of `measure` on made-up heads of every shape, with n, d and rank."""
     rows: list[dict[str, Any]] = []
     shapes = [(n, d) for n in ns for d in ds]
     for n, d in shapes:
-        report(f"making {n} x {d}", 0)
+        progress(f"making {n} x {d}", 0)
         weight, *corpus = make_head(n, d, rank=rank, calibration=calibration, test=test_queries, seed=seed)
         head = Head(weight, None, 1.0, None, {"made up": Corpus(*corpus)})
 
         def part(what: str, share: float, shape: str = f"{n} x {d}") -> None:
-            report(f"{shape}: {what}", share / len(shapes))
+            progress(f"{shape}: {what}", share / len(shapes))
 
         results = measure(
             head,
@@ -43,7 +43,7 @@ def scaling(
             calibration=calibration,
             test_queries=test_queries,
             seed=seed,
-            report=part,
+            progress=part,
             **options,
         )
         rows += [{"n": n, "d": d, "rank": rank, **result._asdict()} for result in results]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from softsieve.cli.head_bench import Delta, Eps, Seed
 from softsieve.cli.progress import watched
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
@@ -15,7 +16,6 @@ if TYPE_CHECKING:  # what takes long to import is imported when the command runs
 
 app = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
 
-Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
 HeadFile = Annotated[Path | None, typer.Option(help="a file of `softsieve head extract`, beside the made-up data")]
 QueriesFile = Annotated[Path | None, typer.Option(help="file of its hidden states, if that is another")]
 Corpus = Annotated[str | None, typer.Option(help="the text they come from; else the first there is")]
@@ -56,19 +56,19 @@ def synthetic(
     min_d: Annotated[int, typer.Option(min=1, help="the smallest d")] = 10**3,
     max_d: Annotated[int, typer.Option(min=1, help="the largest d; 10^6 takes 1.5 GB")] = 10**6,
     n: Annotated[int, typer.Option(min=2, help="rows of the weight")] = 100,
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
-    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.1,
+    eps: Eps = 0.3,
+    delta: Delta = 0.1,
     seed: Seed = 0,
     out: Annotated[Path, _out("synthetic")] = Path("synthetic"),
 ) -> None:
     """Coordinates read against d on the two synthetic sets of the paper; the defaults are the paper's."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import synthetic as suite
         from softsieve.comparisons.output import write_results
 
         chosen = {"n": n, "min_d": min_d, "max_d": max_d, "steps": steps, "trials": trials}
         settings: dict[str, Any] = {**chosen, "eps": eps, "delta": delta, "seed": seed}
-        rows = suite.run(**settings, report=report)
+        rows = suite.run(**settings, progress=progress)
         write_results(out, "synthetic", settings, rows, suite.draw(rows, delta=delta))
     say(out, rows)
 
@@ -87,7 +87,7 @@ def variance(
     out: Annotated[Path, _out("variance")] = Path("variance"),
 ) -> None:
     """Squared error of the estimators, and what they say of it, by sample size, with and without rotation."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import variance as suite
         from experiments.variance import instances
         from softsieve.comparisons.output import write_results
@@ -96,7 +96,7 @@ def variance(
         real: dict[str, Any] = {"head": head, "queries_file": queries_file, "corpus": corpus}
         found = instances(**made, **real, head_rows=n)
         settings = {**made, "repeats": repeats, **_names(real)}
-        rows = suite.run(found, shares=shares, repeats=repeats, seed=seed, report=report)
+        rows = suite.run(found, shares=shares, repeats=repeats, seed=seed, progress=progress)
         write_results(out, "variance", settings, rows, suite.draw(rows))
     say(out)
 
@@ -115,7 +115,7 @@ def histograms(
     out: Annotated[Path, _out("histograms")] = Path("histograms"),
 ) -> None:
     """Histograms of the entries of A and of x, and of the second-order term of the normaliser's error."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import histograms as suite
         from experiments.variance import instances
         from softsieve.comparisons.output import write_results
@@ -124,7 +124,7 @@ def histograms(
         real: dict[str, Any] = {"head": head, "queries_file": queries_file, "corpus": corpus}
         found = instances(**made, **real)
         settings = {**made, "share": share, **_names(real)}
-        rows = suite.run(found, share=share, bins=bins, seed=seed, report=report)
+        rows = suite.run(found, share=share, bins=bins, seed=seed, progress=progress)
         write_results(out, "histograms", settings, rows, suite.draw(rows))
     say(out)
 
@@ -138,7 +138,7 @@ def logistic(
         0.05,
         0.01,
     ],
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
+    eps: Eps = 0.3,
     epochs: Annotated[int | None, typer.Option(min=1, help="of training, instead of the recipe's")] = None,
     train_rows: Annotated[int, typer.Option(min=1, help="images to train with, at most")] = 10_000,
     calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 200,
@@ -147,13 +147,13 @@ def logistic(
     out: Annotated[Path, _out("logistic")] = Path("logistic"),
 ) -> None:
     """Softmax regression on some 25,000 features of images: what is read, and how often it is right."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import logistic as suite
         from softsieve.comparisons.output import write_results
 
         options = {"eps": eps, "epochs": epochs, "train_rows": train_rows, "calibration": calibration}
         settings: dict[str, Any] = {**options, "queries": queries, "seed": seed}
-        rows = suite.run(data, data_dir, deltas=delta, **settings, report=report)
+        rows = suite.run(data, data_dir, deltas=delta, **settings, progress=progress)
         write_results(out, "logistic", settings, rows, suite.draw(rows))
     say(out, rows)
 
@@ -166,7 +166,7 @@ def heads(
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="a text whose states are in the file; several; all")] = None,
     delta: Annotated[list[float], typer.Option(help="chance of a wrong answer; several")] = [0.1, 0.05, 0.01],  # noqa: B006
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
+    eps: Eps = 0.3,
     k: Annotated[int, typer.Option(min=1, help="how many of the largest")] = 1,
     calibration: Annotated[int, typer.Option(min=1, help="states of each text to calibrate with, at most")] = 1000,
     test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 200,
@@ -174,7 +174,7 @@ def heads(
     out: Annotated[Path, _out("heads")] = Path("heads"),
 ) -> None:
     """The output layer of a language model: what is read of it, and how often it is right."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import language_heads as suite
         from softsieve.comparisons.output import write_results
         from softsieve.integrations.head_file import read_head
@@ -182,7 +182,7 @@ def heads(
         layer, notes = read_head(head, queries_file)
         options = {"eps": eps, "k": k, "calibration": calibration, "test_queries": test_queries}
         settings: dict[str, Any] = {**options, "seed": seed}
-        rows = suite.run(layer, corpora=corpus or [], deltas=delta, **settings, report=report)
+        rows = suite.run(layer, corpora=corpus or [], deltas=delta, **settings, progress=progress)
         n, d = layer.weight.shape
         named = {"head": head.name, "model": notes.get("model"), "n": n, "d": d, "deltas": delta, "paper": suite.PAPER}
         write_results(out, "heads", {**named, **settings}, rows, suite.draw(rows))
@@ -203,7 +203,7 @@ def linear_training(
     out: Annotated[Path, _out("linear-training")] = Path("linear-training"),
 ) -> None:
     """A small language model trained through the loss without logits, and through the same loss with them."""
-    with watched(out) as report:
+    with watched(out) as progress:
         from experiments import linear_training as suite
         from softsieve.comparisons.output import write_results
         from softsieve.tasks.files import read_text
@@ -217,7 +217,7 @@ def linear_training(
             "delta": delta,
             "device": device,
         }
-        runs, words = suite.measure(read_text(text), **chosen, report=report)
+        runs, words = suite.measure(read_text(text), **chosen, progress=progress)
         rows = []
         for run in runs:
             mean, largest = suite.apart(run, runs[0])
@@ -243,8 +243,8 @@ def perplexity(
     text: Annotated[Path, typer.Option(help="a UTF-8 file, may be .gz or .xz")],
     calibration: Annotated[int, typer.Option(min=2, help="tokens of its beginning to calibrate with")] = 4000,
     tokens: Annotated[int, typer.Option(min=1, help="tokens after these to measure")] = 2000,
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
-    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    eps: Eps = 0.3,
+    delta: Delta = 0.01,
     k: Annotated[list[int], typer.Option(min=1, help="how many of the largest logits are exact; several")] = [1, 8, 64],  # noqa: B006
     window: Annotated[int, typer.Option(min=2, help="tokens that the model reads at a time")] = 256,
     bos: Annotated[
@@ -255,7 +255,7 @@ def perplexity(
     out: Annotated[Path, _out("perplexity")] = Path("perplexity"),
 ) -> None:
     """Perplexity of a text from all logits of an adaptive head, one token at a time, beside the exact one."""
-    with watched(out) as report:
+    with watched(out) as progress:
         import os
 
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
@@ -273,16 +273,16 @@ def perplexity(
         content = read_text(text)
         tokenizer = load_tokenizer(model)
         first = first_token(tokenizer, bos=bos)
-        report("loading the model", 0)
+        progress("loading the model", 0)
         network = load_model(model, dtype=torch.float32)
         weight: Any = output_layer(network).weight
         for one in k:
             _checks.whole_number("k", one, 1, len(weight))
-        half: Report = lambda what, share: report(what, share / 2)  # noqa: E731
+        half: Report = lambda what, share: progress(what, share / 2)  # noqa: E731
         chosen: dict[str, Any] = {"calibration": calibration, "tokens": tokens, "window": window, "first": first}
-        reading = suite.read(network, tokenizer, content, **chosen, place=str(text), report=half)
+        reading = suite.read(network, tokenizer, content, **chosen, place=str(text), progress=half)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "ks": k, "seed": seed}
-        found = suite.measure(reading, **promise, report=half)
+        found = suite.measure(reading, **promise, progress=half)
         rows = suite.summary(found)
         n, d = reading.head.weight.shape
         named = {"model": Path(model).name if Path(model).is_dir() else model, "text": text.name, "n": n, "d": d}

@@ -32,7 +32,7 @@ SMALLEST = 1e-12  # what is drawn on a logarithmic axis is at least this
 
 
 def order_terms(
-    instance: Instance, size: int, *, generator: torch.Generator, report: Report = in_silence
+    instance: Instance, size: int, *, generator: torch.Generator, progress: Report = in_silence
 ) -> tuple[Tensor, Tensor]:
     """The first- and second-order terms of every query, (queries,) each."""
     first, second = [], []
@@ -40,7 +40,7 @@ def order_terms(
         p = exact.softmax(-1)
         first.append((p * error).sum(-1))
         second.append((p * error.square()).sum(-1) / 2)
-        report(instance.name, len(exact) / len(instance.queries))
+        progress(instance.name, len(exact) / len(instance.queries))
     return torch.cat(first), torch.cat(second)
 
 
@@ -66,7 +66,7 @@ def histogram(values: Tensor, bins: int, *, logarithmic: bool = False) -> list[t
 
 
 def run(
-    instances: Iterable[Instance], *, share: float = 0.25, bins: int = 60, seed: int = 0, report: Report = in_silence
+    instances: Iterable[Instance], *, share: float = 0.25, bins: int = 60, seed: int = 0, progress: Report = in_silence
 ) -> list[dict[str, Any]]:
     """A row for every bin of every histogram; estimates read ``share`` of the coordinates."""
     if not 0 < share <= 1:
@@ -77,7 +77,7 @@ def run(
     for instance in instances:
         size = max(1, round(share * instance.weight.shape[1]))
         first, second = order_terms(
-            instance, size, generator=generator, report=lambda what, share: report(what, share / len(instances))
+            instance, size, generator=generator, progress=lambda what, share: progress(what, share / len(instances))
         )
         found = {"A": instance.weight, "x": instance.queries, "first order": first, "second order": second}
         for what, values in found.items():

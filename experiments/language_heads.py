@@ -36,7 +36,7 @@ def run(
     calibration: int = 1000,
     test_queries: int = 200,
     seed: int = 0,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> list[dict[str, Any]]:
     """For every corpus a row "calibrated" for each delta, and a row "pac", which fits nothing, for the first of them.
 
@@ -63,7 +63,7 @@ def run(
         queries = spread(head.corpora[name].test.float(), test_queries)
         exact = exact_logits(weight, bias, queries, beta=head.beta)
         for guarantee, delta in plan:
-            report(f"{name}, {guarantee}, {delta:.0%}", 0)
+            progress(f"{name}, {guarantee}, {delta:.0%}", 0)
             generator = torch.Generator().manual_seed(seed)
             sieve = AdaptiveSoftmax(
                 weight, bias, eps=eps, delta=delta, beta=head.beta, method="coordinates", guarantee=guarantee
@@ -76,7 +76,7 @@ def run(
                 right.append(is_right(found.indices, found.probs, logits, eps=eps))
                 coordinates.append(found.coordinates)
                 full.append(found.exact)
-                report(f"{name}, {guarantee}, {delta:.0%}", len(x) / (len(queries) * len(plan) * len(names)))
+                progress(f"{name}, {guarantee}, {delta:.0%}", len(x) / (len(queries) * len(plan) * len(names)))
             used = len(calibrating) if guarantee == "calibrated" else 0
             what = {"corpus": name, "guarantee": guarantee, "delta": delta, "k": k, "calibration": used}
             rows.append({**what, **_summary(weight.numel(), *map(torch.cat, (right, coordinates, full)))})

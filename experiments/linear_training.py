@@ -68,7 +68,7 @@ def train(
     layers: int,
     delta: float,
     device: str,
-    report: Report = in_silence,
+    progress: Report = in_silence,
     name: str = "",
 ) -> Run:
     """Train on windows of the text, drawn at random; in bfloat16 by autocast on a GPU."""
@@ -92,12 +92,12 @@ def train(
         losses.append(float(loss.detach()))
         taken.append((time.perf_counter() - start) * 1e3)
         solved.append(float(stats.solved.float().mean()))
-        report(name, 1 / (steps * len(RUNS)))
+        progress(name, 1 / (steps * len(RUNS)))
     peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
     return Run(name, losses, solved, statistics.median(taken[steps // 10 :]), peak)
 
 
-def measure(text: str, *, report: Report = in_silence, **options: Any) -> tuple[list[Run], int]:
+def measure(text: str, *, progress: Report = in_silence, **options: Any) -> tuple[list[Run], int]:
     """All runs, and the number of words.
 
     Raises:
@@ -109,7 +109,7 @@ def measure(text: str, *, report: Report = in_silence, **options: Any) -> tuple[
     if len(numbers) < 2 * options["length"]:
         raise InputError(f"text: expected {2 * options['length']} words at least, found {len(numbers)}")
     return [
-        train(numbers, words, backend=backend, seed=seed, report=report, name=name, **options)
+        train(numbers, words, backend=backend, seed=seed, progress=progress, name=name, **options)
         for name, (backend, seed) in RUNS.items()
     ], words
 

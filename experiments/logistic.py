@@ -91,7 +91,7 @@ def fit(
     calibration: int,
     queries: int,
     seed: int,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> Regression:
     """Train the network on at most ``train_rows`` images; its queries are test images, drawn at random.
 
@@ -121,7 +121,7 @@ def fit(
             F.cross_entropy(logits, train.target[batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-            report(f"{data.name}, training, epoch {epoch + 1}", len(batch) / len(train) / epochs)
+            progress(f"{data.name}, training, epoch {epoch + 1}", len(batch) / len(train) / epochs)
     network.eval()
     asked = torch.randperm(len(test), generator=generator)[: calibration + queries]
     with torch.no_grad():
@@ -179,7 +179,7 @@ def run(
     calibration: int = 200,
     queries: int = 800,
     seed: int = 0,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> list[dict[str, Any]]:
     """A row for every data set, guarantee, way to treat the chosen row and delta.
 
@@ -200,7 +200,7 @@ def run(
             calibration=calibration,
             queries=queries,
             seed=seed,
-            report=lambda what, share: report(what, part * share),
+            progress=lambda what, share: progress(what, part * share),
         )
         for guarantee in GUARANTEES:
             for chosen in CHOSEN:
@@ -208,7 +208,9 @@ def run(
                     found = measure(regression, guarantee=guarantee, chosen=chosen, eps=eps, delta=delta, seed=seed)
                     paper = PAPER.get((name, delta)) if guarantee == "calibrated" else None
                     rows.append({"data": name, **found, "paper_gain": paper})
-                    report(f"{name}, {guarantee}, delta {delta:g}", part / len(GUARANTEES) / len(CHOSEN) / len(deltas))
+                    progress(
+                        f"{name}, {guarantee}, delta {delta:g}", part / len(GUARANTEES) / len(CHOSEN) / len(deltas)
+                    )
     return rows
 
 

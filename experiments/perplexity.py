@@ -51,7 +51,7 @@ def read(
     first: int | None = None,
     window: int = 256,
     place: str = _TEXT,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> Reading:
     """Hidden states over a text, in windows that know nothing of each other.
 
@@ -74,7 +74,7 @@ def read(
         first=first,
         test_share=tokens / count,
         window=window,
-        progress=lambda rows: report("hidden states", rows / count),
+        progress=lambda rows: progress("hidden states", rows / count),
     )
     return Reading(head, ids[calibration + 1 :])
 
@@ -86,7 +86,7 @@ def measure(
     eps: float = 0.3,
     delta: float = 0.01,
     seed: int = 0,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> list[Losses]:
     """What the exact head makes of the text, and for every k a cascade that is asked one state at a time.
 
@@ -97,14 +97,14 @@ def measure(
     share = 1 / (1 + 2 * len(ks))
 
     def part(what: str, done: float) -> None:
-        report(what, share * done)
+        progress(what, share * done)
 
     found = [_exact(reading)]
     sieve = AdaptiveSoftmax(head.weight, head.bias, eps=eps, delta=delta, beta=head.beta, method="cascade", seed=seed)
     sieve.build(calibrating[::2], progress=part)
     for k in ks:  # rising: `logits` goes by the largest k that was calibrated
         sieve.calibrate(calibrating[1::2], k, generator=torch.Generator().manual_seed(seed), progress=part)
-        found.append(_asked(sieve, k, reading, report=part))
+        found.append(_asked(sieve, k, reading, progress=part))
     return found
 
 
@@ -116,7 +116,7 @@ def _exact(reading: Reading) -> Losses:
     return Losses(None, torch.cat(loss), read, torch.ones(len(states), dtype=torch.bool))
 
 
-def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, report: Report) -> Losses:
+def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, progress: Report) -> Losses:
     states, softcap = reading.head.corpora[_TEXT].test, reading.head.softcap
     loss, read, exactly = [], [], []
     with warnings.catch_warnings():
@@ -126,7 +126,7 @@ def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, report: Report) 
             answer = sieve.topk(state, k)  # reads the same
             read.append(answer.bytes_read)
             exactly.append(answer.exact)
-            report(f"perplexity, k = {k}", 1 / len(states))
+            progress(f"perplexity, k = {k}", 1 / len(states))
     return Losses(k, torch.stack(loss), torch.stack(read), torch.stack(exactly))
 
 

@@ -72,7 +72,7 @@ def run(
     delta: float = 0.1,
     seed: int = 0,
     sets: Iterable[str] = tuple(NOISE),
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> list[dict[str, Any]]:
     """A row for every set, d and way to treat the chosen row, each over ``trials`` instances with a seed each."""
     sets, sizes = list(sets), dimensions(steps, min_d, max_d)
@@ -104,7 +104,7 @@ def run(
                     right[chosen].append(bool(is_right(found.indices, found.probs, exact, eps=eps)))
                     del head  # it may hold a copy of the weight
                 del weight
-                report(f"set {name}, d {d:,}", d / work)
+                progress(f"set {name}, d {d:,}", d / work)
             rows += [_row(name, chosen, n, d, read[chosen], right[chosen]) for chosen in CHOSEN]
     return rows
 

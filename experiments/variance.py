@@ -102,7 +102,7 @@ def rotated(instance: Instance, *, generator: torch.Generator) -> Instance:
 
 
 def run(
-    instances: Iterable[Instance], *, shares: int = 7, repeats: int = 4, seed: int = 0, report: Report = in_silence
+    instances: Iterable[Instance], *, shares: int = 7, repeats: int = 4, seed: int = 0, progress: Report = in_silence
 ) -> list[dict[str, Any]]:
     """A row for every instance, estimator, with and without rotation, and size: d, d/2, d/4, ... (``shares`` of them).
 
@@ -119,7 +119,7 @@ def run(
                 for size in sizes:
                     rows.append(_measure(instance, name, size, turned, repeats, generator))
                     done = 1 / (len(instances) * 2 * len(ESTIMATORS) * len(sizes))
-                    report(f"{instance.name}, {name}, {size} of {d}", done)
+                    progress(f"{instance.name}, {name}, {size} of {d}", done)
     return rows
 
 

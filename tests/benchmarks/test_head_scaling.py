@@ -27,7 +27,7 @@ def run(*arguments: str) -> Result:
 def test_scaling_goes_over_all_shapes() -> None:
     options: dict[str, Any] = {"methods": [], "ks": [1], "calibration": 10, "test_queries": 5}
     shares: list[float] = []
-    rows = suite.scaling([50, 60], [8, 16], rank=4, report=lambda what, share: shares.append(share), **options)
+    rows = suite.scaling([50, 60], [8, 16], rank=4, progress=lambda what, share: shares.append(share), **options)
     assert [(row["n"], row["d"], row["rank"]) for row in rows[::2]] == [(n, d, 4) for n in (50, 60) for d in (8, 16)]
     assert sum(shares) == pytest.approx(1)
 

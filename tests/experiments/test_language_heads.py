@@ -74,7 +74,7 @@ def test_figures_follow_from_the_answers(
     monkeypatch.setattr(sieve, "wrong", wrong)
     shares: list[float] = []
     head = made_up("a", "b", beta=1.5)
-    rows = language_heads.run(head, calibration=40, k=2, report=lambda what, share: shares.append(share))
+    rows = language_heads.run(head, calibration=40, k=2, progress=lambda what, share: shares.append(share))
     assert sum(shares) == pytest.approx(1)
     plan = [("calibrated", 0.1), ("calibrated", 0.05), ("calibrated", 0.01), ("pac", 0.1)]
     assert [(row["corpus"], row["guarantee"], row["delta"]) for row in rows] == [(n, *p) for n in "ab" for p in plan]

@@ -71,7 +71,7 @@ def test_states_go_with_the_tokens_that_follow_them(first: int | None) -> None:
         tokens=45,
         first=first,
         window=16,
-        report=lambda what, share: told.append(share),
+        progress=lambda what, share: told.append(share),
     )
     assert sum(told) == pytest.approx(1)
     ids = torch.tensor([3 + ord(letter) % 37 for letter in text])
@@ -130,7 +130,7 @@ def test_the_head_is_asked_one_state_at_a_time(reading: Reading, monkeypatch: py
 
     monkeypatch.setattr(AdaptiveSoftmax, "logits", listening)
     told: list[float] = []
-    perplexity.measure(reading, ks=[1], delta=0.05, report=lambda what, share: told.append(share))
+    perplexity.measure(reading, ks=[1], delta=0.05, progress=lambda what, share: told.append(share))
     assert shapes == [((D,), "cascade")] * 100
     assert sum(told) == pytest.approx(1, abs=0.05)
 

@@ -126,9 +126,9 @@ def _ask_a_head(console: Console, out: Path) -> list[Result]:
         "test_queries": QUERIES,
     }
     name = "made up"
-    with bar(console) as report:
+    with bar(console) as progress:
         head = Head(weight if bf16 else weight.float(), None, 1.0, None, {"made-up queries": Corpus(*queries)})
-        results = measure(head, name=name, **chosen, report=report)
+        results = measure(head, name=name, **chosen, progress=progress)
     about = {"head": name, "n": N, "d": D, "rank": RANK, **chosen, "note": "weight and queries are random numbers"}
     write_record(out, "head-bench", about, [result._asdict() for result in results])
     return results

@@ -18,6 +18,7 @@ Methods = Annotated[
 ]
 Ks = Annotated[list[int], typer.Option(min=1, help="how many of the largest; several")]
 Eps = Annotated[float, typer.Option(help="relative error of a probability")]
+Delta = Annotated[float, typer.Option(help="chance of a wrong answer")]
 Deltas = Annotated[list[float], typer.Option(help="chance of a wrong answer; several: the first for all methods")]
 Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
 Out = Annotated[Path, typer.Option(help="results: this name with .csv, .json, .png and .svg; may be a folder")]
@@ -43,7 +44,7 @@ def head_bench(
 ) -> None:
     """Bytes read and time against success for AdaptiveSoftmax and its rivals, one query at a time."""
     out = stem(out, "head-bench")
-    with watched(out) as report:
+    with watched(out) as progress:
         from softsieve.comparisons import head_methods
         from softsieve.comparisons import heads as suite
         from softsieve.integrations.head_file import read_head
@@ -63,7 +64,7 @@ def head_bench(
         }
         set_threads(threads)
         name = notes.get("model") or head.name
-        results = suite.measure(layer, name=name, corpora=corpus or [], **chosen, report=report)
+        results = suite.measure(layer, name=name, corpora=corpus or [], **chosen, progress=progress)
         rows = [result._asdict() for result in results]
         n, d = layer.weight.shape
         about = {"head": head.name, "model": notes.get("model"), "n": n, "d": d, **chosen, "note": head_methods.NOTE}

@@ -11,6 +11,7 @@ import typer
 
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import check_place
+from softsieve.cli.head_bench import Delta, Eps
 from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
 
@@ -29,8 +30,8 @@ def build(
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help=CORPUS)] = None,
     every: Annotated[bool, typer.Option("--all", help=ALL)] = False,
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
-    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    eps: Eps = 0.3,
+    delta: Delta = 0.01,
     beta: Annotated[float, typer.Option(help="what logits are multiplied by")] = 1.0,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
 ) -> None:

@@ -104,7 +104,7 @@ class _Tally(NamedTuple):
 
 
 def _take_turns(
-    points: Sequence[Point], truth: Truth, k: int, report: Callable[[], object], seed: int, stretch: int
+    points: Sequence[Point], truth: Truth, k: int, progress: Callable[[], object], seed: int, stretch: int
 ) -> list[_Tally]:
     """Some queries after the other go to all points, in random order: slow spells are shared.
 
@@ -132,7 +132,7 @@ def _take_turns(
                 tally.topk_right.append(topk_right)
                 tally.right.append(right)
         for _ in some:
-            report()
+            progress()
     return tallies
 
 
@@ -151,7 +151,7 @@ def measure(
     stretch: int = 25,
     seed: int = 0,
     exact: Sequence[str] = EXACT,
-    report: Report = in_silence,
+    progress: Report = in_silence,
 ) -> list[Result]:
     """All operating points of the methods, and of the exact product, for every corpus and k.
 
@@ -180,7 +180,7 @@ def measure(
     fixed: list[Point] = []
     for method in methods:
         if method in RIVALS:
-            report(f"building {method}", 0)
+            progress(f"building {method}", 0)
             fixed += RIVALS[method](layer)
     plan = Plan(ks, eps, deltas, seed)
     samples, tests = (
@@ -191,7 +191,7 @@ def measure(
     def fitted(to: str, sample: Tensor) -> Iterator[Point]:
         for method in methods:
             if method in FITTED:
-                report(f"{to}: building {method}", 0)
+                progress(f"{to}: building {method}", 0)
                 yield from FITTED[method](layer, sample, plan)
 
     shared = list(fitted("all texts", torch.cat(samples))) if pooled else []
@@ -200,7 +200,7 @@ def measure(
         points = [*fixed, *(shared if pooled else fitted(corpus, sample))]
         truth = Truth(layer, queries, k=max(ks), eps=eps)
         for k in ks:
-            step = partial(report, f"{corpus}, top {k}", 1 / (len(queries) * len(ks) * len(names)))
+            step = partial(progress, f"{corpus}, top {k}", 1 / (len(queries) * len(ks) * len(names)))
             tallies = _take_turns(points, truth, k, step, seed, stretch)
             results += _results(points, tallies, (name, corpus), k, eps, layer.weight.numel())
     return results
