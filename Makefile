@@ -34,7 +34,7 @@ test-gpu:
 		tests/integrations/test_adaptive_head_on_gpu.py \
 		tests/kernels/test_cross_entropy_triton.py tests/losses/test_linear.py tests/losses/test_cuda.py \
 		--junit-xml=$(RESULTS)/test-gpu.xml
-	$(PYTHON) -m softsieve.bench.record $(RESULTS)/test-gpu.xml
+	$(PYTHON) -m benchmarks.record_tests $(RESULTS)/test-gpu.xml
 
 lint: $(READY)
 	$(BIN)/ruff format --check

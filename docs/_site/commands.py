@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 PAGE, MARK = "cli.md", "<!-- every command -->"
+PROGRAM = "softsieve"
+CHECKOUT = {"python -m benchmarks": "benchmarks.commands", "python -m experiments": "experiments.commands"}
+HEADING = """## From a checkout
+
+What the figures of this site are made with: suites against rivals, and the papers' tables and figures. Start them in
+the folder of the source, with the package installed from there.
+"""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -20,14 +30,18 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def every_command() -> str:
     """All commands, as Markdown."""
-    return "\n\n".join(section(path, command) for path, command in commands())
+    installed = [section(path, command) for path, command in commands(PROGRAM)]
+    besides = [section(path, command) for program in CHECKOUT for path, command in commands(program)]
+    return "\n\n".join([*installed, HEADING, *besides])
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    """Every command of `softsieve` with its name, groups before what is in them."""
+def commands(program: str = PROGRAM) -> Iterator[tuple[str, Any]]:
+    """Every command of a program with its name, groups before what is in them."""
     from typer.main import get_command
 
-    from softsieve.cli import app
+    if (root := str(Path(__file__).parents[2])) not in sys.path:  # mkdocs does not start in the source's folder
+        sys.path.insert(0, root)
+    app = import_module(CHECKOUT.get(program, "softsieve.cli")).app
 
     def below(path: str, group: Any) -> Iterator[tuple[str, Any]]:
         for name, command in group.commands.items():
@@ -35,13 +49,13 @@ def commands() -> Iterator[tuple[str, Any]]:
                 yield f"{path} {name}", command
                 yield from below(f"{path} {name}", command) if hasattr(command, "commands") else ()
 
-    yield from below("softsieve", get_command(app))
+    yield from below(program, get_command(app))
 
 
 def section(path: str, command: Any) -> str:
     """A heading, what the command says of itself, and its options."""
     group = hasattr(command, "commands")
-    depth = "##" if path.count(" ") == 1 else "###"
+    depth = "##" if path.startswith(PROGRAM) and path.count(" ") == 1 else "###"
     parts = [f"{depth} `{path}`", *map(paragraph, inspect.cleandoc(command.help or "").split("\n\n"))]
     if not group:
         parts += tables(command)

@@ -24,7 +24,7 @@ RUN = (
     ("Task", "labels, encoder, model, metrics", "tasks/task.py, models.py"),
     ("Loop", "objective, SolvedSampler, ASSpeed, schedule", "training/loop.py"),
     ("Run", "model, metrics, checkpoints, log in a folder", "training/run.py, checkpoint.py"),
-    ("Comparison", "rows x seeds x data sets, paired tests", "experiments/compare.py"),
+    ("Comparison", "rows x seeds x data sets, paired tests", "comparisons/losses.py"),
     ("Report", "one HTML file", "report/"),
 )
 NOTE = "Plain versions of all ops, in reference/: tests compare with them"

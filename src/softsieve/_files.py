@@ -1,8 +1,8 @@
 """Files and folders that are written all or nothing, and folders that one process at a time works in.
 
-What is being written lies beside its place, in a folder ``.NAME.PID``, until it is whole. Its process holds a lock on
-that folder, which the system takes back when the process ends, however it ends. So what a killed one left behind is
-known for that, and the next one that writes to the same place takes it away.
+What is being written lies beside its place, in a folder ``.NAME.PID``, until it is whole. Its process holds a lock in
+that folder (of `filelock`), which the system takes back when the process ends, however it ends. So what a killed one
+left behind is known for that, and the next one that writes to the same place takes it away.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from pathlib import Path
 
 from softsieve.errors import InputError
 
-if sys.platform != "win32":
-    import fcntl
-
-_LOCKS: bool = sys.platform != "win32"  # there, nothing is locked and nothing swept
+_LOCK = ".lock"  # the file in a folder that is locked
 _OLD = "old"  # what was in the place of a folder, for the moment that it takes to move
 
 
@@ -89,29 +86,25 @@ def remove_folder(folder: Path) -> None:
 
 def sweep(folder: Path, names: str) -> None:
     """Take away what killed processes left of files and folders of these names, a regular expression."""
-    if not _LOCKS or not folder.is_dir():
+    if not folder.is_dir():
         return
     pattern = re.compile(rf"\.({names})\.\d+(-\d+)?")
     for room in list(folder.iterdir()):
         match = pattern.fullmatch(room.name)
         if match is None:
             continue
-        with suppress(OSError):
-            held = os.open(room, os.O_RDONLY)
-            try:
-                if _lock(held, unsure=False) and _is_at(room, held):
-                    if (room / _OLD).exists() and not (folder / match[1]).exists():  # killed between two moves
-                        (room / _OLD).replace(folder / match[1])
-                    _remove(room)
-            finally:
-                os.close(held)
+        with suppress(OSError), _locked_room(room) as state:
+            if state == "ours":
+                if (room / _OLD).exists() and not (folder / match[1]).exists():  # killed between two moves
+                    (room / _OLD).replace(folder / match[1])
+                _remove(room)
 
 
 @contextmanager
 def only_one(folder: Path, what: str) -> Iterator[None]:
     """Refuse to work in a folder, which is made if it is not there, while another process does.
 
-    Where folders cannot be locked, as on Windows and on some network drives, nothing is refused.
+    Where nothing can be locked, as on some network drives, nothing is refused.
 
     Raises:
         InputError: when another process is at ``what`` there, or the folder cannot be made.
@@ -131,19 +124,33 @@ def only_one(folder: Path, what: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
-    held = None
-    with suppress(OSError):
-        held = os.open(folder, os.O_RDONLY)
     try:
-        if held is not None and not _lock(held):
-            raise InputError(f"{folder}: another process is {what} there: wait for it to end, or choose another folder")
-        yield
+        with _locked(folder) as state:
+            if state == "another's":
+                raise InputError(
+                    f"{folder}: another process is {what} there: wait for it to end, or choose another folder"
+                )
+            try:
+                yield
+            finally:
+                if state == "ours":
+                    with suppress(OSError):  # on Windows the file goes when it is closed
+                        (folder / _LOCK).unlink()
     finally:
         if made:
             with suppress(OSError):  # it holds something
                 folder.rmdir()
-        if held is not None:
-            os.close(held)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place that cannot be written to, before hours are spent on what would go there.
+
+    Raises:
+        InputError: when the nearest folder above ``path`` is none, or not one to write in.
+    """
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{path}: cannot be written to")
 
 
 # -- rooms -------------------------------------------------------------------------------------------------------------
@@ -153,51 +160,50 @@ def only_one(folder: Path, what: str) -> Iterator[None]:
 def _room(path: Path) -> Iterator[Path]:
     """An empty folder beside ``path``, of this call alone."""
     sweep(path.parent, re.escape(path.name))
-    room, held = _claimed(path)
-    try:
-        yield room
-    finally:
-        _remove(room)
-        if held is not None:
-            os.close(held)
-
-
-def _claimed(path: Path) -> tuple[Path, int | None]:
     for number in itertools.count():
         room = path.with_name(f".{path.name}.{os.getpid()}" + (f"-{number}" if number else ""))
         try:
             room.mkdir()
         except FileExistsError:  # of another thread, or of a process of the same number on another machine
             continue
-        if not _LOCKS:
-            break
-        with suppress(FileNotFoundError):
-            held = os.open(room, os.O_RDONLY)
-            if _lock(held) and _is_at(room, held):
-                return room, held
-            os.close(held)  # taken for something left behind, between making and locking it
-    return room, None
+        with _locked_room(room) as state:
+            if state == "another's" or not room.exists():
+                continue  # taken for something left behind, between making and locking it
+            try:
+                yield room
+            finally:
+                _remove(room)
+            return
 
 
-def _lock(held: int, *, unsure: bool = True) -> bool:
-    """Whether what is open is ours now; what to say where nothing can be locked is given."""
-    if not _LOCKS:
-        return unsure
+@contextmanager
+def _locked_room(room: Path) -> Iterator[str]:
+    """`_locked`, and an empty room is gone after it: on Windows none can be removed while its lock is open."""
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return unsure
-    return True
+        with _locked(room) as state:
+            yield state
+    finally:
+        with suppress(OSError):  # it is gone, or another's
+            room.rmdir()
 
 
-def _is_at(path: Path, held: int) -> bool:
-    """Whether what is open is what is there now."""
+@contextmanager
+def _locked(folder: Path) -> Iterator[str]:
+    """Hold the lock of a folder if nobody does; whose it is now: "ours", "another's", or "nobody's" if it has none."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / _LOCK, timeout=0)
     try:
-        return os.path.samestat(os.fstat(held), path.stat())
-    except FileNotFoundError:
-        return False
+        lock.acquire()
+        state = "ours" if (folder / _LOCK).exists() else "another's"  # who removed it has removed the folder
+    except Timeout:
+        state = "another's"
+    except (OSError, NotImplementedError):  # a drive without locks, or a folder that cannot be written to
+        state = "nobody's"
+    try:
+        yield state
+    finally:
+        lock.release()
 
 
 def _remove(path: Path) -> None:

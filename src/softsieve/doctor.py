@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from softsieve import _probes
-from softsieve.bench.record import provenance
+from softsieve._records import provenance
 from softsieve.extras import EXTRAS
 
-CORE = ("torch", "numba", "numpy", "safetensors", "typer", "rich")
+CORE = ("torch", "filelock", "numba", "numpy", "safetensors", "typer", "rich")
 SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
 PATIENCE = 240  # seconds that one try may take: kernels are compiled at the first
 # What keeps oneDNN from instructions that a virtual machine says to have and has not.

@@ -1,8 +1,12 @@
-"""What can be installed besides: the extras of the package, what each gives, and which one brings a module."""
+"""Optional packages: which extra brings a module, and errors of our own for what is missing or fails to load."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from softsieve.errors import InputError, first_line
 
 
 class Extra(NamedTuple):
@@ -67,3 +71,29 @@ def missing(module: str | None) -> str:
     """
     extra = extra_of(module)
     return f"the package {module}: {install(extra) if extra else f'pip install {module}'}"
+
+
+def package(name: str, what: str) -> Any:
+    """The module of an optional package.
+
+    Raises:
+        InputError: when it is not installed; says that ``what`` needs it, and which extra brings it.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name) or extra_of(name)
+        how = install(extra) if extra else f"pip install {error.name}"
+        raise InputError(f"{what} needs the package {error.name}: {how}") from None
+
+
+def loaded(load: Callable[[], Any], complaint: str) -> Any:
+    """What a library loads.
+
+    Raises:
+        InputError: when it fails: the complaint, with the library's own in brackets.
+    """
+    try:
+        return load()
+    except Exception as error:  # the library, its network stack and damaged files raise anything
+        raise InputError(f"{complaint} ({first_line(error)})") from None

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import softsieve
 from softsieve import _probes, doctor, reference
-from softsieve.bench import record
+from softsieve import _records as record
 from softsieve.cli import app
 from softsieve.extras import EXTRAS, extra_of, missing
 
@@ -246,7 +246,7 @@ def test_no_commit_is_claimed_by_a_copy_in_somebody_elses_checkout(
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q", str(tmp_path)], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
-    installed = tmp_path / ".venv" / "softsieve" / "bench" / "record.py"
+    installed = tmp_path / ".venv" / "softsieve" / "_records.py"
     installed.parent.mkdir(parents=True)
     installed.touch()
     monkeypatch.delenv("SOFTSIEVE_COMMIT", raising=False)

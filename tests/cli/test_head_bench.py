@@ -1,4 +1,4 @@
-"""`softsieve head bench` and `softsieve bench head-scaling`: tables, pictures and records from one command each."""
+"""`softsieve head bench`: a table, pictures and a record from one command."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from softsieve.bench import operating_points as suite
-from softsieve.bench.synthetic_heads import make_head
-from softsieve.cli.head_bench import head_bench, head_scaling
-from softsieve.experiments.output import read_table
-
-app = typer.Typer()
-app.command("bench")(head_bench)
-app.command("head-scaling")(head_scaling)
+from softsieve.cli import app
+from softsieve.comparisons import head_methods
+from softsieve.comparisons import heads as suite
+from softsieve.comparisons.output import read_table
+from softsieve.data.synthetic_heads import make_head
 
 FEW = ["--calibration", "40", "--test-queries", "10", "--delta", "0.1"]
-SCALING = ["head-scaling", "--n", "60", "--d", "8", "--d", "16", "--rank", "4", "--method", "coordinates", *FEW]
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def head(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+    return CliRunner().invoke(app, ["head", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_head_bench_writes_table_pictures_and_record(head: Path, tmp_path: Path) -> None:
@@ -78,20 +73,7 @@ def test_one_corpus_and_a_folder_for_the_results(head: Path, tmp_path: Path) -> 
     _, rows = read_table(tmp_path / "results" / "head-bench.csv")
     assert {row["corpus"] for row in rows} == {"b"}
     assert {row["method"] for row in rows} == {"exact fp32", "exact bf16", "faiss IVF"}
-    assert suite.NOTE in done.output.replace("\n", "")
-
-
-def test_scaling_writes_a_row_for_every_shape_and_method(tmp_path: Path) -> None:
-    done = run(*SCALING, "--out", str(tmp_path / "scaling.json"))
-    assert done.exit_code == 0, done.output
-    about, rows = read_table(tmp_path / "scaling.csv")
-    assert ",".join(rows[0]) == ",".join(("n", "d", "rank", *suite.Result._fields))
-    assert [(row["d"], row["method"]) for row in rows] == [
-        (d, method) for d in ("8", "16") for method in ("exact fp32", "exact bf16", "coordinates")
-    ]
-    assert about["rank"] == "4"
-    assert json.loads((tmp_path / "scaling.json").read_text())["suite"] == "head-scaling"
-    assert (tmp_path / "scaling.svg").exists()
+    assert head_methods.NOTE in done.output.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +91,6 @@ def test_scaling_writes_a_row_for_every_shape_and_method(tmp_path: Path) -> None
         (["bench", "head.safetensors", "--eps", "1"], "eps: expected a number between 0 and 1"),
         (["bench", "head.safetensors", "--delta", "0"], "delta: expected a number between 0 and 1"),
         (["bench", "head.safetensors", "--out", "text/out"], "text/out: cannot be written to"),
-        ([*SCALING, "--rank", "9"], "rank: expected 1 to d = 8, found 9"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], message: str, head: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import make_head
 from softsieve.cli import app
+from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import index_file
 from softsieve.heads.cascade_calibration import CascadeCalibration
 from softsieve.reference.heads import topk_softmax

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = DOCS / "_site"  # what builds it
 
+PROGRAMS = ("softsieve ", "python -m benchmarks", "python -m experiments")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>[^\s`]*)")
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
@@ -95,4 +96,4 @@ def mentioned(page: str) -> list[str]:
     """Commands within the sentences of a page."""
     _, text = split(text_of(page), page)
     spans = [" ".join(span.split()) for span in _SPAN.findall(text)]
-    return [span for span in spans if span.startswith("softsieve ")]
+    return [span for span in spans if span.startswith(PROGRAMS)]

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from benchmarks import commands as benchmarks
+from experiments import commands as experiments
 from softsieve.cli import app
 from softsieve.heads import cascade_calibration
 from tests.docs.site_blocks import ROOT, Block, blocks_of, commands_in, mentioned, pages, split
@@ -44,11 +46,13 @@ ONLY_READ = {
 SMALLER = {
     "softsieve train": "--num_train_epochs 2 --save_steps 2 --quiet",
     "softsieve compare": "--epochs 2 --seeds 1",
-    "softsieve bench linear": '--rival "torch eager"',
+    "python -m benchmarks linear": '--rival "torch eager"',
     "softsieve generate": "--tokens 6 --queries 300 --delta 0.1",
     "softsieve head bench": "--calibration 300 --test-queries 10 --delta 0.1",
-    "softsieve experiment perplexity": "--calibration 400 --tokens 40 --delta 0.1",
+    "python -m experiments perplexity": "--calibration 400 --tokens 40 --delta 0.1",
 }
+PROGRAM = "softsieve"
+APPS = {PROGRAM: app, "python -m benchmarks": benchmarks.app, "python -m experiments": experiments.app}
 RENAMED = {"FOLDER": "SmolLM2-135M"}  # what stands for a name of the reader's
 
 
@@ -174,13 +178,13 @@ def shell_commands(page: str) -> list[str]:
     return [command for block in found for command in commands_in(block)]
 
 
-def read(words: Sequence[str]) -> None:
+def read(words: Sequence[str], program: str = PROGRAM) -> None:
     """Parse a command of ours, names and values of options included.
 
     Raises:
         Exception: as the command line does, for what it would refuse.
     """
-    command, rest = get_command(app), list(words)
+    command, rest = get_command(APPS[program]), list(words)
     while hasattr(command, "commands"):
         assert rest, f"{' '.join(words)}: a command is missing"
         name = rest.pop(0)
@@ -189,15 +193,25 @@ def read(words: Sequence[str]) -> None:
     command.make_context(words[-1], rest)
 
 
+def program_of(words: list[str]) -> list[str]:
+    """The words of a command with the name of its program, which may be three of them, as the first.
+
+    >>> program_of(["python", "-m", "benchmarks", "losses"]), program_of(["softsieve", "demo"])
+    (['python -m benchmarks', 'losses'], ['softsieve', 'demo'])
+    """
+    three = " ".join(words[:3])
+    return [three, *words[3:]] if three in APPS else words
+
+
 def run(page: str, command: str) -> None:
     """Run a command, or see that it could be."""
     command = " ".join(command.split("  #", maxsplit=1)[0].split())
-    program, *words = (RENAMED.get(word, word) for word in shlex.split(command))
-    if program == "softsieve":
-        read(words)
+    program, *words = program_of([RENAMED.get(word, word) for word in shlex.split(command)])
+    if program in APPS:
+        read(words, program)
         if page not in ONLY_READ:
             more = next((more for start, more in SMALLER.items() if command.startswith(start)), "")
-            done = CliRunner().invoke(app, [*words, *shlex.split(more)])
+            done = CliRunner().invoke(APPS[program], [*words, *shlex.split(more)])
             assert done.exit_code == 0, f"{command}: {done.output} {done.exception!r}"
     elif program in OTHERS:
         OTHERS[program](words)
@@ -290,13 +304,14 @@ def test_commands_can_fail(command: str, desk: Path) -> None:
 
 
 def alternatives(command: str) -> list[list[str]]:
-    """Words of a command; `a|b` is two.
+    """A command as its program and the words after that; `a|b` is two.
 
     >>> alternatives("softsieve head build|query")
-    [['head', 'build'], ['head', 'query']]
+    [['softsieve', 'head', 'build'], ['softsieve', 'head', 'query']]
     """
-    found: list[list[str]] = [[]]
-    for word in shlex.split(command)[1:]:
+    program, *rest = program_of(shlex.split(command))
+    found: list[list[str]] = [[program]]
+    for word in rest:
         found = [[*words, one] for words in found for one in word.split("|")]
     return found
 
@@ -311,9 +326,9 @@ def test_commands_in_sentences_exist_with_their_options(page: str) -> None:
 
 def check_mention(words: list[str]) -> None:
     """A command that may lack what it takes, and stop at a group; what is there must be right."""
-    command, rest = get_command(app), list(words)
+    command, rest = get_command(APPS[words[0]]), words[1:]
     while hasattr(command, "commands") and rest:
-        assert rest[0] in command.commands, f"softsieve {' '.join(words)}: no command {rest[0]!r}"
+        assert rest[0] in command.commands, f"{' '.join(words)}: no command {rest[0]!r}"
         command = command.commands[rest.pop(0)]
     if not hasattr(command, "commands"):
         try:
@@ -323,7 +338,7 @@ def check_mention(words: list[str]) -> None:
                 raise
 
 
-@pytest.mark.parametrize("command", ["softsieve haed build", "softsieve bench losses --shapes 2x2"])
+@pytest.mark.parametrize("command", ["softsieve haed build", "python -m benchmarks losses --shapes 2x2"])
 def test_mentions_can_fail(command: str) -> None:
     with pytest.raises(Exception, match=r"haed|shapes"):
-        check_mention(shlex.split(command)[1:])
+        check_mention(program_of(shlex.split(command)))

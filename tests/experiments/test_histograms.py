@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from experiments import histograms
+from experiments.variance import instances
 from softsieve.errors import InputError
-from softsieve.experiments import histograms
-from softsieve.experiments.variance import instances
 from softsieve.heads.estimators import ESTIMATORS, Estimate
 
 
@@ -46,7 +46,7 @@ def test_the_terms_are_those_of_the_expansion(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_bins_of_four_histograms() -> None:
     found = instances(n=20, d=64, queries=30)
     shares: list[float] = []
-    rows = histograms.run(found, share=0.5, bins=11, report=lambda _, share: shares.append(share))
+    rows = histograms.run(found, share=0.5, bins=11, progress=lambda _, share: shares.append(share))
     assert sum(shares) == pytest.approx(1)
     assert len(rows) == 2 * 4 * 11
     for name in ("gaussian", "heavy-tailed"):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from softsieve.cli import app
+from experiments import language_heads
+from experiments.commands import app
+from softsieve.comparisons import head_methods, heads
+from softsieve.comparisons.output import read_table
 from softsieve.errors import InputError
-from softsieve.experiments import language_heads
-from softsieve.experiments.output import read_table
 from softsieve.heads.results import TopK
 from softsieve.integrations.head_file import write_head
 from softsieve.integrations.hidden_states import Corpus, Head
@@ -73,7 +74,7 @@ def test_figures_follow_from_the_answers(
     monkeypatch.setattr(sieve, "wrong", wrong)
     shares: list[float] = []
     head = made_up("a", "b", beta=1.5)
-    rows = language_heads.run(head, calibration=40, k=2, report=lambda what, share: shares.append(share))
+    rows = language_heads.run(head, calibration=40, k=2, progress=lambda what, share: shares.append(share))
     assert sum(shares) == pytest.approx(1)
     plan = [("calibrated", 0.1), ("calibrated", 0.05), ("calibrated", 0.01), ("pac", 0.1)]
     assert [(row["corpus"], row["guarantee"], row["delta"]) for row in rows] == [(n, *p) for n in "ab" for p in plan]
@@ -102,14 +103,14 @@ def test_exact_logits_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     x = head.corpora["a"].test
     assert head.bias is not None
     expected = 0.5 * (x.double() @ head.weight.double().T + head.bias.double())
-    monkeypatch.setattr(language_heads, "_ROWS", 7)
-    torch.testing.assert_close(language_heads.exact_logits(head.weight, head.bias, x, beta=0.5), expected)
+    monkeypatch.setattr(heads, "_ROWS", 7)
+    torch.testing.assert_close(heads.exact_logits(head.weight, head.bias, x, beta=0.5), expected)
 
 
 def test_queries_are_spread_over_the_text() -> None:
     rows = torch.arange(100.0)[:, None]
-    assert language_heads.spread(rows, 4)[:, 0].tolist() == [0, 33, 66, 99]
-    assert torch.equal(language_heads.spread(rows, 500), rows)
+    assert head_methods.spread(rows, 4)[:, 0].tolist() == [0, 33, 66, 99]
+    assert torch.equal(head_methods.spread(rows, 500), rows)
 
 
 def test_real_sieves_keep_their_promise_and_the_seed_decides() -> None:
@@ -124,9 +125,7 @@ def test_command_writes_table_and_picture(tmp_path: Path) -> None:
     write_head(tmp_path / "h.safetensors", made_up("a", "b"), notes={"model": "tiny"})
     out = tmp_path / "deep" / "heads"
     options = ["--delta", "0.2", "--delta", "0.1", "--corpus", "b", "--test-queries", "10", "--calibration", "50"]
-    done = CliRunner().invoke(
-        app, ["experiment", "heads", "--head", str(tmp_path / "h.safetensors"), *options, "--out", str(out)]
-    )
+    done = CliRunner().invoke(app, ["heads", "--head", str(tmp_path / "h.safetensors"), *options, "--out", str(out)])
     assert done.exit_code == 0, done.output
     about, rows = read_table(out.with_suffix(".csv"))
     assert about["experiment"] == "heads"
@@ -153,7 +152,7 @@ def test_bad_input(tmp_path: Path) -> None:
         (["--head", str(tmp_path / "h.safetensors"), "--k", "31"], "k: "),
     ):
         write_head(tmp_path / "h.safetensors", made_up("a"), notes={})
-        done = CliRunner().invoke(app, ["experiment", "heads", *options, "--out", str(tmp_path / "x")])
+        done = CliRunner().invoke(app, ["heads", *options, "--out", str(tmp_path / "x")])
         assert done.exit_code == 1
         assert message in done.stderr
         assert done.stderr.count("\n") == 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import logistic
 from softsieve.errors import InputError
-from softsieve.experiments import logistic
 from softsieve.heads import AdaptiveSoftmax, TopK
 from softsieve.tasks.examples import Data, Examples
 
@@ -124,7 +124,7 @@ def test_there_is_a_row_for_every_guarantee_and_delta(monkeypatch: pytest.Monkey
         epochs=1,
         calibration=20,
         queries=10,
-        report=lambda _, share: shares.append(share),
+        progress=lambda _, share: shares.append(share),
     )
     keys = [(row["data"], row["guarantee"], row["chosen"], row["delta"]) for row in rows]
     assert keys == [("eurosat", g, c, d) for g in ("calibrated", "pac") for c in logistic.CHOSEN for d in (0.1, 0.2)]

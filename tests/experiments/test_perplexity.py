@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from softsieve.cli import app
+from experiments import perplexity
+from experiments.commands import app
+from experiments.perplexity import Reading
+from softsieve.comparisons.output import read_table
 from softsieve.errors import InputError
-from softsieve.experiments import perplexity
-from softsieve.experiments.output import read_table
-from softsieve.experiments.perplexity import Reading
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.integrations.hidden_states import Corpus, Head
 
@@ -71,7 +71,7 @@ def test_states_go_with_the_tokens_that_follow_them(first: int | None) -> None:
         tokens=45,
         first=first,
         window=16,
-        report=lambda what, share: told.append(share),
+        progress=lambda what, share: told.append(share),
     )
     assert sum(told) == pytest.approx(1)
     ids = torch.tensor([3 + ord(letter) % 37 for letter in text])
@@ -130,7 +130,7 @@ def test_the_head_is_asked_one_state_at_a_time(reading: Reading, monkeypatch: py
 
     monkeypatch.setattr(AdaptiveSoftmax, "logits", listening)
     told: list[float] = []
-    perplexity.measure(reading, ks=[1], delta=0.05, report=lambda what, share: told.append(share))
+    perplexity.measure(reading, ks=[1], delta=0.05, progress=lambda what, share: told.append(share))
     assert shapes == [((D,), "cascade")] * 100
     assert sum(told) == pytest.approx(1, abs=0.05)
 
@@ -203,7 +203,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *more: str) -> Result:
     few = ["--calibration", "700", "--tokens", "40", "--window", "32", "--delta", "0.05", "--k", "1", "--k", "4"]
-    command = ["experiment", "perplexity", "--model", str(folder), "--text", str(folder / "text.txt"), *few, *more]
+    command = ["perplexity", "--model", str(folder), "--text", str(folder / "text.txt"), *few, *more]
     return CliRunner().invoke(app, command, env={"COLUMNS": "200", "TERM": "dumb"})
 
 

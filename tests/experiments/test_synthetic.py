@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from experiments import synthetic
 from softsieve.errors import InputError
-from softsieve.experiments import synthetic
 from softsieve.heads import AdaptiveSoftmax, TopK
 
 D = 20_000
@@ -61,7 +61,9 @@ def test_sizes_are_in_equal_ratios() -> None:
 
 def test_rows_say_what_was_read_and_how_often_it_was_right() -> None:
     shares: list[float] = []
-    rows = synthetic.run(n=20, min_d=500, max_d=20_000, steps=2, trials=4, report=lambda _, share: shares.append(share))
+    rows = synthetic.run(
+        n=20, min_d=500, max_d=20_000, steps=2, trials=4, progress=lambda _, share: shares.append(share)
+    )
     keys = [(row["set"], row["d"], row["chosen"]) for row in rows]
     assert keys == [(s, d, c) for s in ("one", "two") for d in (500, 20_000) for c in ("estimated", "read")]
     assert sum(shares) == pytest.approx(1)

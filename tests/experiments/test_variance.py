@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experiments import variance
+from experiments.variance import Instance
 from softsieve.errors import InputError
-from softsieve.experiments import variance
-from softsieve.experiments.variance import Instance
 from softsieve.heads.estimators import ESTIMATORS, Estimate
 
 PARTS = ("calibration", "test")
@@ -20,7 +20,7 @@ def test_there_is_a_row_for_every_estimator_rotation_and_size() -> None:
     found = variance.instances(n=30, d=100, queries=20)
     assert [instance.name for instance in found] == ["gaussian", "heavy-tailed"]
     shares: list[float] = []
-    rows = variance.run(found, shares=3, repeats=4, report=lambda _, share: shares.append(share))
+    rows = variance.run(found, shares=3, repeats=4, progress=lambda _, share: shares.append(share))
     keys = {(row["data"], row["estimator"], row["rotated"], row["size"]) for row in rows}
     assert len(keys) == len(rows) == 2 * len(ESTIMATORS) * 2 * 3
     assert {row["size"] for row in rows} == {25, 50, 100}

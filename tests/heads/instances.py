@@ -8,8 +8,9 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from softsieve.bench.synthetic_heads import make_head
+from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import TopK
+from softsieve.reference.answers import is_right
 from softsieve.reference.heads import logits
 
 Made = tuple[Tensor, Tensor]  # weight (n, d), queries (count, d)
@@ -104,15 +105,8 @@ KINDS: dict[str, Maker] = {
 def right(answer: TopK, weight: Tensor, x: Tensor, eps: float, bias: Tensor | None = None, beta: float = 1.0) -> Tensor:
     """Whether each answer holds: the k largest values, by value, and all probabilities within eps; up to rounding."""
     truth = logits(weight, x, bias, beta=beta)
-    k = answer.indices.shape[-1]
     rounding = 1e-5 * (1 + truth.abs().amax(-1, keepdim=True))
-    found = truth.gather(-1, answer.indices)
-    values = (found.sort(-1, descending=True).values - truth.topk(k, -1).values).abs() <= rounding
-    different = answer.indices.sort(-1).values.diff(dim=-1).ne(0).all(-1)
-    p = truth.softmax(-1).gather(-1, answer.indices)
-    # A logit known to a rounding gives a probability known to that, relatively.
-    close = (answer.probs.double() - p).abs() <= eps * p + p * rounding.expm1().clamp_max(1e3) + 1e-30
-    return values.all(-1) & close.all(-1) & different
+    return is_right(answer.indices, answer.probs, truth, eps=eps, rounding=rounding)
 
 
 def plausible(failures: int, trials: int, delta: float) -> bool:

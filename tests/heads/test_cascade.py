@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import make_head
+from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import TopK, basis, cascade, cascade_calibration
 from softsieve.heads.basis import Moments, joint_basis, second_moment
 from softsieve.heads.cascade import BLOCK, PROBES, SAMPLES, SPREADS, Cascade, Index, checksums, lengths

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import SyntheticHead, make_head
+from softsieve.data.synthetic_heads import SyntheticHead, make_head
 from softsieve.heads import CascadeCalibration, WeightChanged
 from softsieve.heads.cascade_gpu import GpuCascade
 

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import make_head
+from softsieve.data.synthetic_heads import make_head
 from softsieve.heads.cascade import Cascade
 from softsieve.heads.cascade_calibration import CascadeCalibration
 from softsieve.heads.sampling import draw, draw_below

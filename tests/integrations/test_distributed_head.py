@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from softsieve import AdaptiveSoftmax
-from softsieve.bench.synthetic_heads import make_head
+from softsieve.data.synthetic_heads import make_head
 from softsieve.errors import InputError
 from softsieve.heads import LogPartition, TopK
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax, merged, packed

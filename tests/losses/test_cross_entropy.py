@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.measure import peak_bytes
 from softsieve import ASCrossEntropyLoss, as_cross_entropy, as_keep_mask, reference
-from softsieve.bench.measure import peak_bytes
 from softsieve.kernels import cross_entropy_torch as kernel
 from tests.helpers import IGNORED, default_dtype, distance_to_margin, make
 

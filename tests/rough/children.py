@@ -76,8 +76,8 @@ def build_and_calibrate(folder: Path) -> None:
 
 
 def write_records(folder: Path) -> None:
-    from softsieve.bench.record import write_record
-    from softsieve.experiments.output import write_table
+    from softsieve._records import write_record
+    from softsieve.comparisons.output import write_table
 
     for number in itertools.count():
         rows = [{"number": number, "row": row} for row in range(2000)]

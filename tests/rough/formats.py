@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from softsieve.bench.record import write_record
+from softsieve._records import write_record
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.losses.objectives import make_objective
@@ -303,7 +303,7 @@ def log(folder: Path) -> Prepared:
 
 @a_format("table of an experiment")
 def table(folder: Path) -> Prepared:
-    from softsieve.experiments.output import read_table, write_table
+    from softsieve.comparisons.output import read_table, write_table
 
     path = folder / "a.csv"
     rows = [{"k": k, "eps": 0.1 * k, "name": f"row {k}", "none": None} for k in range(6)]
@@ -320,7 +320,7 @@ def table(folder: Path) -> Prepared:
 
 @a_format("runs of a comparison", slow=2)
 def runs(folder: Path) -> Prepared:
-    from softsieve.experiments import compare
+    from softsieve.comparisons import losses as compare
     from softsieve.training.settings import Settings
 
     jobs = [compare.Job("sst5", row, Settings(loss="softmax"), None, 128, "") for row in ("softmax", "as-softmax")]

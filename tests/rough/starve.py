@@ -47,13 +47,13 @@ def model(place: Path, number: int) -> None:
 
 
 def record(place: Path, number: int) -> None:
-    from softsieve.bench.record import write_record
+    from softsieve._records import write_record
 
     write_record(place / "record.json", "tests", {"number": number}, [{"file": "a" * 9000, "passed": number}])
 
 
 def table(place: Path, number: int) -> None:
-    from softsieve.experiments.output import write_table
+    from softsieve.comparisons.output import write_table
 
     write_table(place / "table.csv", {"number": number}, [{"a": number, "b": row} for row in range(3000)])
 
@@ -73,7 +73,7 @@ def picture(place: Path, number: int) -> None:
 
 
 def figure(place: Path, number: int) -> None:
-    from softsieve.experiments.output import new_figure, save_figure
+    from softsieve.comparisons.output import new_figure, save_figure
 
     drawn = new_figure(3, 3)
     drawn.add_subplot().plot([0, number], [0, 1])

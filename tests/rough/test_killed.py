@@ -128,7 +128,7 @@ def test_building_and_calibrating(tmp_path: Path) -> None:
 
 
 def test_writing_records_and_tables(tmp_path: Path) -> None:
-    from softsieve.experiments.output import read_table
+    from softsieve.comparisons.output import read_table
 
     def look() -> None:
         record = children.read_json(tmp_path / "a.json")
@@ -143,7 +143,7 @@ def test_writing_records_and_tables(tmp_path: Path) -> None:
 
 def test_writing_a_report(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from softsieve.bench.record import write_record
+    from softsieve._records import write_record
     from softsieve.report import write_report
 
     write_record(tmp_path / "record.json", "tests", {}, [{"file": "a", "passed": 3}])

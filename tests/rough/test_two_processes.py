@@ -104,7 +104,7 @@ def test_compare_into_one_folder(tmp_path: Path) -> None:
 
 def test_reports_to_one_file(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from softsieve.bench.record import write_record
+    from softsieve._records import write_record
 
     write_record(tmp_path / "record.json", "tests", {}, [{"file": "a", "passed": 3}])
     processes = [in_process(children.report_many, tmp_path, title, 5) for title in ("one", "two")]

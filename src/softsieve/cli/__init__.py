@@ -2,15 +2,12 @@
 
 import typer
 
-from softsieve.cli.bench import bench
-from softsieve.cli.bench_linear import linear
 from softsieve.cli.compare import compare
 from softsieve.cli.demo import demo
 from softsieve.cli.doctor import doctor
-from softsieve.cli.experiment import experiment
 from softsieve.cli.generate import generate
 from softsieve.cli.head import head
-from softsieve.cli.head_bench import head_bench, head_scaling
+from softsieve.cli.head_bench import head_bench
 from softsieve.cli.head_index import build, calibrate, query
 from softsieve.cli.options import ScriptCommand, takes_options
 from softsieve.cli.predict import predict
@@ -24,14 +21,10 @@ app.command(cls=ScriptCommand)(takes_options(train))
 app.command(cls=ScriptCommand)(predict)
 app.command()(compare)
 app.command()(report)
-app.add_typer(bench, name="bench")
 app.add_typer(head, name="head")
 for command in (build, calibrate, query):
     head.command()(command)
 head.command("bench")(head_bench)
 app.command()(generate)
-bench.command("head-scaling")(head_scaling)
-bench.command()(linear)
-app.add_typer(experiment, name="experiment")
 app.command()(demo)
 app.command()(doctor)

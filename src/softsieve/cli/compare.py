@@ -42,8 +42,9 @@ def compare(
     asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
-        from softsieve.experiments import compare as suite  # needs the extra train
-        from softsieve.experiments.recipes import ROWS
+        from softsieve.comparisons import losses as suite  # needs the extra train
+        from softsieve.comparisons.output import beside
+        from softsieve.comparisons.recipes import ROWS
 
         jobs = suite.plan(
             task,
@@ -54,11 +55,11 @@ def compare(
             data_dir=data_dir,
             overrides={**overrides, "precision": precision, "graphs": graphs},
         )
-        with only_one(suite.beside(out, ".runs"), "comparing"):
+        with only_one(beside(out, ".runs"), "comparing"):
             runs = []
             failure = None
             try:
-                for job, found in suite.run_all(jobs, suite.beside(out, ".runs"), side_by_side=side_by_side):
+                for job, found in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
                     runs.append((job, found))
                     score = found["test"][found["settings"]["metric"]]
                     console.print(
@@ -75,6 +76,6 @@ def compare(
             runs.sort(key=lambda run: order[run[0].name])
             command = shlex.join(["softsieve", *sys.argv[1:]])
             suite.write_results(out, [found for _, found in runs], command)
-            console.print(Markdown(suite.beside(out, ".md").read_text()))
+            console.print(Markdown(beside(out, ".md").read_text()))
             if failure is not None:
                 raise failure

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from softsieve.cli.progress import bar
+
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
 
-    from softsieve.bench.operating_points import Result
-    from softsieve.experiments.digits import Outcome
+    from softsieve.comparisons.heads import Result
+    from softsieve.demo import Outcome
 
 N, D, RANK = 32_768, 512, 32  # of the made-up head
 EPS, DELTA, K = 0.3, 0.01, 8
@@ -33,12 +34,12 @@ def demo(
     with one_line():
         from rich.console import Console
 
-        from softsieve.tasks.packages import package
+        from softsieve.extras import package
 
         for name, what in (("accelerate", "training"), ("PIL", "images"), ("sklearn", "measuring F1")):
             package(name, what)
-        package("plotly", "the report", extra="report")
-        from softsieve.experiments.digits import DELTA as MARGIN
+        package("plotly", "the report")
+        from softsieve.demo import DELTA as MARGIN
 
         console = Console(soft_wrap=True, markup=False, highlight=False)
         outcomes = _train(console, out / "runs", seeds, epochs)
@@ -67,7 +68,7 @@ def demo(
 
 
 def _train(console: Console, out: Path, seeds: int, epochs: int) -> list[Outcome]:
-    from softsieve.experiments.digits import train_digits
+    from softsieve.demo import train_digits
 
     console.print(f"Training on 1,797 handwritten digits, a small ResNet, {epochs} epochs; 400 of them are the test.")
 
@@ -105,9 +106,10 @@ def _training_table(outcomes: Sequence[Outcome]) -> Any:
 
 
 def _ask_a_head(console: Console, out: Path) -> list[Result]:
-    from softsieve.bench.operating_points import EXACT, measure
-    from softsieve.bench.record import write_record
-    from softsieve.bench.synthetic_heads import make_head
+    from softsieve._records import write_record
+    from softsieve.comparisons.head_methods import EXACT
+    from softsieve.comparisons.heads import measure
+    from softsieve.data.synthetic_heads import make_head
     from softsieve.doctor import tried
     from softsieve.integrations.hidden_states import Corpus, Head
 
@@ -124,22 +126,12 @@ def _ask_a_head(console: Console, out: Path) -> list[Result]:
         "test_queries": QUERIES,
     }
     name = "made up"
-    with _bar(console) as report:
+    with bar(console) as progress:
         head = Head(weight if bf16 else weight.float(), None, 1.0, None, {"made-up queries": Corpus(*queries)})
-        results = measure(head, name=name, **chosen, report=report)
+        results = measure(head, name=name, **chosen, progress=progress)
     about = {"head": name, "n": N, "d": D, "rank": RANK, **chosen, "note": "weight and queries are random numbers"}
     write_record(out, "head-bench", about, [result._asdict() for result in results])
     return results
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=1.0)
-        yield lambda what, share: progress.update(bar, description=what, advance=share)
 
 
 def _head_table(results: Sequence[Result]) -> Any:

@@ -6,26 +6,37 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from softsieve._files import check_writable
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
+from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
     from torch import Tensor
 
-    from softsieve._progress import Report
     from softsieve.heads import AdaptiveSoftmax
     from softsieve.integrations.generation import Agreement, Choice, Written
 
 _WARM_UP = 4  # tokens that each head answers before those that are timed
+TOKENS_HELP = (
+    "after every prompt: exactly so many with each head, so that times compare; what is shown stops where the model "
+    "ends its text"
+)
+BOS_HELP = "begin every text with the token for that; if not given: as the tokenizer does"
+CALIBRATION_HELP = (
+    "a UTF-8 file, may be .gz or .xz, like what will be written; if there is neither this nor an index, the model "
+    "writes a text itself, at temperature 1"
+)
+INDEX_HELP = "the saved index of a calibrated head; if not given, that in the model's folder"
+K_HELP = "how many of the largest logits are exact; --top-k or 1, or as the index has it"
 _TEXT, _HEAD, _CHOICE, _OTHER = "What to write", "The adaptive head", "How tokens are chosen", "Other"
 
 
@@ -46,44 +57,20 @@ def generate(
     model: Annotated[str, _option(_TEXT, "name or folder of a Hugging Face causal language model")],
     prompt: Annotated[list[str] | None, _option(_TEXT, "what to go on from; several")] = None,
     prompts: Annotated[Path | None, _option(_TEXT, "a UTF-8 file of prompts, one a line")] = None,
-    tokens: Annotated[
-        int,
-        _option(
-            _TEXT,
-            "after every prompt: exactly so many with each head, so that times compare; what is shown stops where the "
-            "model ends its text",
-            min=1,
-        ),
-    ] = 200,
-    bos: Annotated[
-        bool | None, _option(_TEXT, "begin every text with the token for that; if not given: as the tokenizer does")
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        _option(
-            _HEAD,
-            "a UTF-8 file, may be .gz or .xz, like what will be written; if there is neither this nor an index, the "
-            "model writes a text itself, at temperature 1",
-        ),
-    ] = None,
-    index: Annotated[
-        Path | None, _option(_HEAD, "the saved index of a calibrated head; if not given, that in the model's folder")
-    ] = None,
+    tokens: Annotated[int, _option(_TEXT, TOKENS_HELP, min=1)] = 200,
+    bos: Annotated[bool | None, _option(_TEXT, BOS_HELP)] = None,
+    calibration: Annotated[Path | None, _option(_HEAD, CALIBRATION_HELP)] = None,
+    index: Annotated[Path | None, _option(_HEAD, INDEX_HELP)] = None,
     queries: Annotated[int, _option(_HEAD, "tokens of the text to calibrate with", min=2)] = 4000,
     eps: Annotated[float | None, _option(_HEAD, "relative error of a probability; 0.3, or as the index has it")] = None,
     delta: Annotated[float | None, _option(_HEAD, "chance of a wrong answer; 0.01, or as the index has it")] = None,
-    k: Annotated[
-        int | None,
-        _option(_HEAD, "how many of the largest logits are exact; --top-k or 1, or as the index has it", min=1),
-    ] = None,
+    k: Annotated[int | None, _option(_HEAD, K_HELP, min=1)] = None,
     temperature: Annotated[float, _option(_CHOICE, "0: the largest logit, else drawn; 1: as the model says")] = 0.0,
     top_k: Annotated[int | None, _option(_CHOICE, "draw among so many of the largest", min=1)] = None,
     top_p: Annotated[float | None, _option(_CHOICE, "draw among the largest of so much probability together")] = None,
     seed: Annotated[int, _option(_CHOICE, "of everything that is drawn", min=0)] = 0,
     dtype: Annotated[str, _option(_OTHER, f"of the model: {', '.join(DTYPES)}")] = "fp32",
-    threads: Annotated[
-        int | None, _option(_OTHER, "of both heads; if not given: as many as torch takes", min=1)
-    ] = None,
+    threads: Annotated[int | None, _option(_OTHER, "of both heads; else as many as torch takes", min=1)] = None,
     save: Annotated[Path | None, _option(_OTHER, "a new folder for the model with the index of its head")] = None,
     out: Annotated[Path | None, _option(_OTHER, "a JSON file for the texts and figures", dir_okay=False)] = None,
 ) -> None:
@@ -101,19 +88,18 @@ def generate(
         if not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         import torch
-        from rich.console import Console
 
-        from softsieve.bench.record import write_record
+        from softsieve._records import write_record
         from softsieve.integrations import generation, hidden_states
         from softsieve.integrations.adaptive_head import INDEX
         from softsieve.tasks.files import read_text
 
         _set_threads(threads)
-        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        console = error_console()
         text = None if calibration is None else (str(calibration), read_text(calibration))
         tokenizer = hidden_states.load_tokenizer(model)
         first = hidden_states.first_token(tokenizer, bos=bos)
-        with _bar(console) as progress:
+        with bar(console) as progress:
             progress("loading the model", 0)
             network = generation.load(model, dtype=getattr(torch, DTYPES[dtype]))
         _check_sizes(network, k=k, top_k=top_k)
@@ -136,20 +122,9 @@ def generate(
         pairs = _write(network, tokenizer, starts, tokens, choice, seed, console)
         _say(pairs)
         if out is not None:
-            settings = {
-                "model": Path(model).name if Path(model).is_dir() else model,
-                "n": len(head.weight),
-                "d": head.weight.shape[1],
-                "dtype": dtype,
-                "tokens": tokens,
-                "calibration": source,
-                "eps": head.eps,
-                "delta": head.delta,
-                "k": max(head.calibrations),
-                **choice._asdict(),
-                "seed": seed,
-            }
-            write_record(out, "generate", settings, _rows(pairs, tokenizer))
+            name = Path(model).name if Path(model).is_dir() else model
+            asked_for = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
+            write_record(out, "generate", {"model": name, **_facts(head), **asked_for}, _rows(pairs, tokenizer))
             console.print(f"written: {out}")
 
 
@@ -210,11 +185,8 @@ def _check_places(save: Path | None, out: Path | None) -> None:
     if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
         raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
     for place in (save, out):
-        if place is None:
-            continue
-        there = next(path for path in place.absolute().parents if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise InputError(f"{place}: cannot be written to")
+        if place is not None:
+            check_writable(place)
 
 
 # What is done
@@ -267,13 +239,13 @@ def _calibrated(
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with _bar(console) as progress:
+        with bar(console) as progress:
             options: dict[str, Any] = {"count": queries, "first": first, "progress": progress}
             if text is None:
                 states = generation.own_states(network, tokenizer, generator=generator, **options)
             else:
                 states = generation.text_states(network, tokenizer, text[1], place=text[0], **options)
-        with _bar(console) as progress:
+        with bar(console) as progress:
             head = accelerate_head(network, states, **promise, generator=generator, progress=progress).head
     console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
     for warning in caught:  # such as: too few
@@ -316,7 +288,7 @@ def _write(
         return generation.write(network, ids, tokens=count, choice=choice, generator=drawn, stream=stream)
 
     def both(prompt: str, ids: Tensor) -> Pair:
-        with _bar(console) as progress:
+        with bar(console) as progress:
             with generation.exact_head(network):
                 exact = write(ids, tokens, lambda token: progress("the exact head writes", 0.5 / tokens))
             agreement = generation.agreement(
@@ -336,17 +308,13 @@ def _write(
         return [both(prompt, ids) for prompt, ids in starts]
 
 
-@contextmanager
-def _bar(console: Console) -> Iterator[Report]:
-    """How far something is, on a terminal."""
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, advance=share)
-
-
 # What is said
+
+
+def _facts(head: AdaptiveSoftmax) -> dict[str, Any]:
+    """What a record says of the adaptive head."""
+    n, d = head.weight.shape
+    return {"n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
 
 
 def _say(pairs: Sequence[Pair]) -> None:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from softsieve._files import check_writable
 from softsieve.cli.errors import one_line
+from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
 
 head = typer.Typer(help="Output layers: taken out of models, indexed, calibrated, asked.", no_args_is_help=True)
@@ -46,8 +48,6 @@ def extract(
         if not sys.stderr.isatty():
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         import torch
-        from rich.console import Console
-        from rich.progress import Progress
 
         from softsieve.integrations import hidden_states
         from softsieve.integrations.head_file import write_head
@@ -61,12 +61,10 @@ def extract(
             for name, path in files.items()
         }
         first = hidden_states.first_token(tokenizer, bos=bos)
-        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("loading the model", total=queries * len(tokens))
+        console = error_console()
+        with bar(console, "loading the model") as progress:
             precision = getattr(torch, DTYPES[dtype])
             network = hidden_states.load_model(model, dtype=precision)
-            bar.update(task, description="hidden states")
             found = hidden_states.collect(
                 network,
                 tokens,
@@ -75,7 +73,7 @@ def extract(
                 window=window,
                 batch_size=batch_size,
                 dtype=precision,
-                progress=lambda rows: bar.advance(task, rows),
+                progress=lambda rows: progress("hidden states", rows / (queries * len(tokens))),
             )
         notes = {"model": model, "window": str(window), "first_token": "none" if first is None else str(first)}
         write_head(out, found, notes=notes)
@@ -116,6 +114,4 @@ def check_place(out: Path) -> None:
         raise InputError(f"{out}: expected a file .safetensors")
     if out.is_dir():
         raise InputError(f"{out}: expected a file, found a folder")
-    there = next(path for path in out.absolute().parents if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"{out}: cannot be written to")
+    check_writable(out)

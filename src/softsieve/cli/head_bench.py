@@ -1,4 +1,4 @@
-"""`softsieve head bench` and `softsieve bench head-scaling`: bytes and time of a head against how often it is right."""
+"""`softsieve head bench`: bytes and time of a head against how often it is right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softsieve.cli.experiment import watched
+from softsieve.cli.progress import watched
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from matplotlib.figure import Figure
@@ -18,6 +18,7 @@ Methods = Annotated[
 ]
 Ks = Annotated[list[int], typer.Option(min=1, help="how many of the largest; several")]
 Eps = Annotated[float, typer.Option(help="relative error of a probability")]
+Delta = Annotated[float, typer.Option(help="chance of a wrong answer")]
 Deltas = Annotated[list[float], typer.Option(help="chance of a wrong answer; several: the first for all methods")]
 Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
 Out = Annotated[Path, typer.Option(help="results: this name with .csv, .json, .png and .svg; may be a folder")]
@@ -42,15 +43,16 @@ def head_bench(
     out: Out = Path("head-bench"),
 ) -> None:
     """Bytes read and time against success for AdaptiveSoftmax and its rivals, one query at a time."""
-    out = _stem(out, "head-bench")
-    with watched(out) as report:
-        from softsieve.bench import operating_points as suite
+    out = stem(out, "head-bench")
+    with watched(out) as progress:
+        from softsieve.comparisons import head_methods
+        from softsieve.comparisons import heads as suite
         from softsieve.integrations.head_file import read_head
 
-        _check(eps, delta)
+        check_promise(eps, delta)
         layer, notes = read_head(head, queries)
         chosen: dict[str, Any] = {
-            "methods": method or suite.available(),
+            "methods": method or head_methods.available(),
             "ks": k,
             "eps": eps,
             "deltas": delta,
@@ -60,55 +62,17 @@ def head_bench(
             "stretch": stretch,
             "seed": seed,
         }
-        _set_threads(threads)
+        set_threads(threads)
         name = notes.get("model") or head.name
-        results = suite.measure(layer, name=name, corpora=corpus or [], **chosen, report=report)
+        results = suite.measure(layer, name=name, corpora=corpus or [], **chosen, progress=progress)
         rows = [result._asdict() for result in results]
         n, d = layer.weight.shape
-        about = {"head": head.name, "model": notes.get("model"), "n": n, "d": d, **chosen, "note": suite.NOTE}
-        _write(out, "head-bench", about, rows, suite.draw(results))
-    _say(out, rows, "corpus", chosen["methods"])
+        about = {"head": head.name, "model": notes.get("model"), "n": n, "d": d, **chosen, "note": head_methods.NOTE}
+        write(out, "head-bench", about, rows, suite.draw(results))
+    say(out, rows, "corpus", chosen["methods"])
 
 
-def head_scaling(
-    n: Annotated[list[int], typer.Option(min=2, help="rows; several")] = [32768],  # noqa: B006
-    d: Annotated[list[int], typer.Option(min=4, help="dimensions; several")] = [512, 1024, 2048, 4096, 8192],  # noqa: B006
-    rank: Annotated[int, typer.Option(min=1, help="effective rank of the queries")] = 64,
-    method: Annotated[list[str], typer.Option(help="several; the exact products are always there")] = ["cascade"],  # noqa: B006
-    k: Ks = [1],  # noqa: B006
-    eps: Eps = 0.3,
-    delta: Deltas = [0.01],  # noqa: B006
-    calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 2000,
-    test_queries: Annotated[int, typer.Option(min=1, help="queries to test with")] = 500,
-    stretch: Stretch = 25,
-    threads: Threads = None,
-    seed: Seed = 0,
-    out: Out = Path("head-scaling"),
-) -> None:
-    """The same on made-up heads of any shape, to see how time and success go with d or n."""
-    out = _stem(out, "head-scaling")
-    with watched(out) as report:
-        from softsieve.bench import operating_points as suite
-
-        _check(eps, delta)
-        chosen: dict[str, Any] = {
-            "rank": rank,
-            "methods": method,
-            "ks": k,
-            "eps": eps,
-            "deltas": delta,
-            "calibration": calibration,
-            "test_queries": test_queries,
-            "stretch": stretch,
-            "seed": seed,
-        }
-        _set_threads(threads)
-        rows = suite.scaling(n, d, **chosen, report=report)
-        _write(out, "head-scaling", {"n": n, "d": d, **chosen, "note": suite.NOTE}, rows, suite.draw_scaling(rows))
-    _say(out, rows, "head", method)
-
-
-def _check(eps: float, deltas: Sequence[float]) -> None:
+def check_promise(eps: float, deltas: Sequence[float]) -> None:
     """What the heads would refuse, before others have been built for minutes."""
     from softsieve import _checks
 
@@ -116,35 +80,38 @@ def _check(eps: float, deltas: Sequence[float]) -> None:
         _checks.open_unit(name, value)
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
+    """Let torch compute with so many threads, if any number was asked for."""
     import torch
 
     if threads is not None:
         torch.set_num_threads(threads)
 
 
-def _stem(out: Path, name: str) -> Path:
+def stem(out: Path, name: str) -> Path:
     """Of the files: in a folder they get a name."""
     if out.is_dir():
         return out / name
     return out.with_suffix("") if out.suffix == ".json" else out
 
 
-def _write(out: Path, suite: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], figure: Figure) -> None:
-    from softsieve.bench.record import write_record
-    from softsieve.experiments.output import beside, write_results
+def write(out: Path, suite: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], figure: Figure) -> None:
+    """Write the rows as a table, pictures and a record."""
+    from softsieve._records import write_record
+    from softsieve.comparisons.output import beside, write_results
 
     write_results(out, suite, about, rows, figure)
     write_record(beside(out, ".json"), suite, about, rows)
 
 
-def _say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Sequence[str]) -> None:
+def say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Sequence[str]) -> None:
     """The rows as a table, what is to know about them, and where they are."""
     from rich.console import Console
     from rich.table import Table
 
-    from softsieve.bench import operating_points as suite
-    from softsieve.experiments.output import SUFFIXES, beside
+    from softsieve.comparisons import head_methods
+    from softsieve.comparisons.output import SUFFIXES, beside
+    from softsieve.extras import install
 
     console = Console(soft_wrap=True, markup=False, highlight=False)
     table = Table()
@@ -168,7 +135,7 @@ def _say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Sequ
     console.print(table)
     console.print("bytes: weight in bfloat16 / bytes read; time: faster exact product / time; exact: read everything")
     if any(method.startswith("faiss") for method in methods):
-        console.print(suite.NOTE)
-    elif missing := sorted(set(suite.METHODS) - set(suite.available())):
-        console.print(f"not installed: {', '.join(missing)} (pip install 'softsieve[rivals]')")
+        console.print(head_methods.NOTE)
+    elif missing := sorted(set(head_methods.METHODS) - set(head_methods.available())):
+        console.print(f"not installed: {', '.join(missing)} ({install('rivals')})")
     console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, '.json'))}")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import check_place
+from softsieve.cli.head_bench import Delta, Eps
+from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from softsieve._progress import Report
 
 QUERIES = "hidden states: .npy (N, d), or .safetensors with NAME.calibration, NAME.test or a single matrix"
 CORPUS = "of a .safetensors file: which NAME; several; all if not given"
@@ -35,8 +30,8 @@ def build(
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help=CORPUS)] = None,
     every: Annotated[bool, typer.Option("--all", help=ALL)] = False,
-    eps: Annotated[float, typer.Option(help="relative error of a probability")] = 0.3,
-    delta: Annotated[float, typer.Option(help="chance of a wrong answer")] = 0.01,
+    eps: Eps = 0.3,
+    delta: Delta = 0.01,
     beta: Annotated[float, typer.Option(help="what logits are multiplied by")] = 1.0,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
 ) -> None:
@@ -53,7 +48,7 @@ def build(
         made = AdaptiveSoftmax(matrix, vector, eps=eps, delta=delta, beta=beta, seed=seed)
         parts = matrix_file.read_queries(queries, corpus, "calibration", step=1 if every else 2)
         start = time.perf_counter()
-        with _progress() as (console, progress):
+        with bar(console := error_console(), "reading") as progress:
             made.build(parts, progress=progress)
         made.save(out)
         n, d = matrix.shape
@@ -94,7 +89,7 @@ def calibrate(
         if not parts:
             raise InputError(f"{queries}: queries: expected some, found none")
         sample = torch.cat(parts)
-        with _progress() as (console, progress):
+        with bar(console := error_console(), "reading") as progress:
             fitted = loaded.calibrate(sample, k, generator=torch.Generator().manual_seed(seed), progress=progress)
         loaded.save(place)
         for one in fitted:
@@ -154,19 +149,3 @@ def query(
                 f"{1000 * taken:.2f}",
             )
         Console().print(table)
-
-
-@contextmanager
-def _progress() -> Iterator[tuple[Console, Report]]:
-    """A bar on the error output, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=1.0)
-
-        def told(what: str, share: float) -> None:
-            bar.update(task, description=what, advance=share)
-
-        yield console, told

@@ -217,7 +217,7 @@ def _read(options: Options, kind: str | None = None) -> Data:
 
 def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     """Settings that suit the data, for what is not asked for."""
-    from softsieve.experiments.recipes import recipe
+    from softsieve.comparisons.recipes import recipe
     from softsieve.tasks.examples import label_names
     from softsieve.tasks.metrics import are_bio
 

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from softsieve import _digests
 from softsieve._files import replacing
+from softsieve._safetensors import opened
 from softsieve.errors import InputError, first_line
 
 FORMAT = "softsieve.head"
@@ -65,23 +66,18 @@ def _seen(path: Path) -> tuple[int, int] | None:
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'none'}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise InputError(f"{path}: expected a saved AdaptiveSoftmax, found another safetensors file")
-            version = metadata.get("version")
-            if version not in ("2", str(VERSION)):
-                raise InputError(f"{path}: expected format version {VERSION}, found {str(version)[:40]}")
-            if version != "2" and _digests.KEY not in metadata:
-                raise InputError(f"{path}: damaged: its digests are missing")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise InputError(f"{path}: expected a saved AdaptiveSoftmax, found another safetensors file")
+        version = metadata.get("version")
+        if version not in ("2", str(VERSION)):
+            raise InputError(f"{path}: expected format version {VERSION}, found {str(version)[:40]}")
+        if version != "2" and _digests.KEY not in metadata:
+            raise InputError(f"{path}: damaged: its digests are missing")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         _digests.check(path, metadata, {**tensors, _SETTINGS: metadata["settings"]})
         settings = json.loads(metadata["settings"])
         if not isinstance(settings, dict):
             raise ValueError("settings are no object")
-    except InputError:
-        raise
-    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {first_line(error)}") from error
     return tensors, settings

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from softsieve import __version__, _digests
 from softsieve._files import replacing
+from softsieve._safetensors import read_tensors
 from softsieve.errors import InputError, first_line, listed
 from softsieve.integrations.hidden_states import Corpus, Head
 
@@ -78,16 +79,9 @@ def _named(notes: Mapping[str, str]) -> dict[str, str]:
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    try:
-        with safe_open(path, "pt") as file:
-            notes = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        digests = {name: notes.pop(name) for name in (_digests.KEY,) if name in notes}
-        _digests.check(path, digests, {**tensors, **_named(notes)})
-    except InputError:
-        raise
-    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
+    tensors, notes = read_tensors(path)
+    digests = {name: notes.pop(name) for name in (_digests.KEY,) if name in notes}
+    _digests.check(path, digests, {**tensors, **_named(notes)})
     version = notes.get("format_version")
     if ("softsieve" in notes or version == FORMAT) and version != "1" and not digests:
         raise InputError(f"{path}: damaged: its digests are missing")

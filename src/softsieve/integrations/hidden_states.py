@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.errors import InputError
+from softsieve.extras import loaded, package
 from softsieve.tasks.hf import no_bar
-from softsieve.tasks.packages import loaded, package
 
 _PIECE = 1 << 16  # characters given to the tokenizer at a time
 _CHECKED = 16  # tokens over which the model's own logits are looked at

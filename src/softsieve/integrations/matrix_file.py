@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -10,10 +11,10 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from softsieve import _digests
+from softsieve._safetensors import opened
 from softsieve.errors import InputError, first_line, listed
 
 ROWS = 1 << 16  # queries that are read at a time
@@ -92,22 +93,16 @@ def read_queries(
             yield found[start :: abs(step)]
 
 
-def _opened(path: Path) -> safe_open:
+def _opened(path: Path) -> AbstractContextManager[Any]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     if path.suffix != ".safetensors":
         raise InputError(f"{path}: expected a file .safetensors or .npy")
-    try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({first_line(error)})") from None
+    return opened(path)
 
 
 def _read(path: Path, file: Any, name: str) -> Tensor:
-    try:
-        found: Tensor = file.get_tensor(name)
-    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {name}: cannot be read as safetensors ({first_line(error)})") from None
+    found: Tensor = file.get_tensor(name)
     _digests.check(path, file.metadata(), {name: found})
     return found
 
@@ -125,7 +120,7 @@ def _array(path: Path) -> np.ndarray:
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, *_STRANGE) as error:
-        raise InputError(f"{path}: cannot be read as .npy ({first_line(error)})") from None
+        raise InputError(f"{path}: cannot be read as .npy: {first_line(error)}") from None
     if not isinstance(found, np.ndarray):
         raise InputError(f"{path}: expected one array, found several")
     return found

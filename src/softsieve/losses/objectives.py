@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve import _checks
+from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
 from softsieve.losses.multilabel import as_multilabel_loss
@@ -129,7 +130,7 @@ class _FromEntmax(Rival):
     def __post_init__(self) -> None:
         super().__post_init__()
         if find_spec("entmax") is None:
-            raise ImportError(f"{self.function} comes from the package entmax: pip install 'softsieve[rivals]'")
+            raise ImportError(f"{self.function} comes from {missing('entmax')}")
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         import entmax

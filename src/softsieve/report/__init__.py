@@ -26,7 +26,7 @@ def write_report(runs: Sequence[Path], out: Path, title: str = TITLE) -> None:
 
     Example:
         >>> import tempfile
-        >>> from softsieve.bench.record import write_record
+        >>> from softsieve._records import write_record
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     record, page = Path(folder, "tests.json"), Path(folder, "report.html")
         ...     write_record(record, "tests", {}, [{"file": "test_losses", "passed": 12}])

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def losses(records: Sequence[Record]) -> Section:
-    """Of `softsieve bench losses`."""
+    """Of `python -m benchmarks losses`."""
     parts = []
     for record in records:
         expect(
@@ -103,7 +103,7 @@ def _ratios(record: Record, x: str, said: str, title: str, caption: str, cases: 
 
 
 def linear(records: Sequence[Record]) -> Section:
-    """Of `softsieve bench linear`."""
+    """Of `python -m benchmarks linear`."""
     parts = []
     for record in records:
         expect(record, record.results, words="method", numbers="rows size classes dense solved ms extra_mb time_ratio")

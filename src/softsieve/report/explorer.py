@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softsieve.extras import package
 from softsieve.losses import as_keep_mask
 from softsieve.report.figures import finished
 from softsieve.report.groups import data_sets
 from softsieve.report.page import Explorer, Figure, Section, Table
 from softsieve.report.read import Logits, Run
 from softsieve.report.words import cell, short
-from softsieve.tasks.packages import package
 
 STEPS = 100  # of the slider, from 0 to 1
 SHOWN = 24  # classes of a row
@@ -126,7 +126,7 @@ def payload(name: str, found: Logits, labels: Sequence[str], delta: float) -> di
 
 
 def _map(p: dict[str, Any]) -> Figure:
-    objects = package("plotly.graph_objects", "a report", extra="report")
+    objects = package("plotly.graph_objects", "a report")
     heat = {
         "type": "heatmap",
         "zmin": 0,
@@ -182,7 +182,7 @@ def _some_rows(p: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _curves(p: dict[str, Any]) -> Figure:
-    objects = package("plotly.graph_objects", "a report", extra="report")
+    objects = package("plotly.graph_objects", "a report")
     delta = [step / STEPS for step in range(STEPS + 1)]
     traces: list[dict[str, Any]] = []
     for slot, name in enumerate(("rival classes masked", "rows solved")):

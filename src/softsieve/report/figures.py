@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from softsieve.extras import package
 from softsieve.report.words import number, short
-from softsieve.tasks.packages import package
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star", "cross", "triangle-down")
@@ -77,7 +77,7 @@ def plain(text: str) -> str:
 
 def plot(panels: Sequence[Panel], x: Axis, y: Axis, *, columns: int = 1, height: int = HEIGHT) -> dict[str, Any]:
     """Panels side by side on like axes; the y axis is shared."""
-    subplots = package("plotly.subplots", "a report", extra="report")
+    subplots = package("plotly.subplots", "a report")
     rows = -(-len(panels) // columns)
     figure = subplots.make_subplots(
         rows=rows,
@@ -169,7 +169,7 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
 
 def dots(names: Sequence[str], values: Sequence[float], errors: Sequence[float], x: Axis) -> dict[str, Any]:
     """A point a name, with its deviation, one below the other."""
-    objects = package("plotly.graph_objects", "a report", extra="report")
+    objects = package("plotly.graph_objects", "a report")
     shown = [f"{plain(short(name, 60))}" for name in names]
     places = list(range(len(names)))
     trace: dict[str, Any] = {

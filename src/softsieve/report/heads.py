@@ -174,7 +174,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def scaling(records: Sequence[Record]) -> Section:
-    """Of `softsieve bench head-scaling`."""
+    """Of `python -m benchmarks head-scaling`."""
     parts = []
     for record in records:
         expect(record, record.results, words="method", numbers="n d k success ms time_ratio bytes_ratio")
@@ -265,7 +265,7 @@ def _sizes(record: Record) -> Iterator[Block]:
 
 
 def gpu(records: Sequence[Record]) -> Section:
-    """Of `softsieve bench head --device cuda`."""
+    """Of `python -m benchmarks head --device cuda`."""
     parts = []
     for record in records:
         expect(record, record.results, words="method", numbers="n d batch us success over_product bytes_ratio")

@@ -86,7 +86,7 @@ def _gist(record: Record) -> Iterator[str]:
 
 
 def perplexity(records: Sequence[Record]) -> Section:
-    """Of `softsieve experiment perplexity`."""
+    """Of `python -m experiments perplexity`."""
     parts = []
     for record in records:
         expect(record, record.results, words="head", numbers="perplexity ratio bytes_ratio")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, ClassVar
 
+from softsieve.extras import package
 from softsieve.report.colours import SCHEMES
 from softsieve.report.words import Best
-from softsieve.tasks.packages import package
 
 LONGEST = 400  # rows of a table
 _SCRIPTS = ("page.js", "explorer.js")
@@ -129,15 +129,15 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
     Raises:
         InputError: without jinja2 or plotly.
     """
-    jinja2 = package("jinja2", "a report", extra="report")
-    plotly = package("plotly.offline", "a report", extra="report")
+    jinja2 = package("jinja2", "a report")
+    plotly = package("plotly.offline", "a report")
     here = files("softsieve.report")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.tests["best"] = lambda text: isinstance(text, Best)
     environment.filters["runs"] = _runs
-    safe = package("markupsafe", "a report", extra="report").Markup
+    safe = package("markupsafe", "a report").Markup
     scripts = [plotly.get_plotlyjs(), *((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
     number = _Numbers()
     keys: dict[int, str] = {}  # of figures and tables, by identity

@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from softsieve.errors import InputError, first_line
+from softsieve._safetensors import read_tensors
+from softsieve.errors import InputError
 
 RUN, LOG, LOGITS = "run.json", "log.jsonl", "logits.safetensors"
 DEPTH = 5  # folders below a given one that are searched
@@ -271,14 +272,7 @@ def _log(path: Path) -> list[Mapping[str, Any]]:
 def _logits(path: Path, record: Record) -> Logits | None:
     if not path.exists():
         return None
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # of a damaged file, anything
-        raise InputError(f"{path}: cannot be read: {first_line(error)}") from None
+    tensors, about = read_tensors(path)
     logits, target = tensors.get("logits"), tensors.get("target")
     if logits is None or target is None:
         raise InputError(f"{path}: expected tensors logits and target, found {sorted(tensors)}")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from softsieve.errors import InputError, first_line
+from softsieve.extras import package
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import BUCKETS, SAMPLE_RATE, AudioBody, Body, ImageBody, TextBody, TokensBody
-from softsieve.tasks.packages import package
 
 LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples

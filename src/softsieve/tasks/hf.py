@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.errors import InputError, shown
+from softsieve.extras import loaded, package
 from softsieve.tasks.encode import LENGTH, Encoded, Encoder, padded
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
-from softsieve.tasks.packages import loaded, package
 
 FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration
 _LARGEST = {  # what a configuration may ask for, so that a damaged file is an error and not a full memory

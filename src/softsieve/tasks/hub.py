@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from softsieve.errors import InputError, listed
+from softsieve.extras import loaded, package
 from softsieve.tasks.columns import label_column, table_examples
 from softsieve.tasks.examples import PARTS, Part, Wanted
-from softsieve.tasks.packages import loaded, package
 from softsieve.tasks.tables import Table, is_conll, is_table
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softsieve._files import replace_file
-from softsieve.tasks.packages import package
+from softsieve.extras import package
 
 IGNORED = -100  # target of what does not count
 

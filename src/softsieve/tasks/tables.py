@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from softsieve.errors import InputError, first_line, listed, shown
+from softsieve.extras import package
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.files import read_bytes, read_lines, read_text
-from softsieve.tasks.packages import package
 
 
 class Table(NamedTuple):

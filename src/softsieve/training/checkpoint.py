@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from softsieve import _digests
 from softsieve._files import remove_folder, replacing_folder, sweep
-from softsieve.errors import InputError, first_line
+from softsieve._safetensors import read_tensors
+from softsieve.errors import InputError
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -42,15 +43,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; refused when it has digests of them that differ."""
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            _digests.check(path, file.metadata(), tensors)
-            return tensors
-    except InputError:
-        raise
-    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors: {first_line(error)}") from error
+    tensors, metadata = read_tensors(path)
+    _digests.check(path, metadata, tensors)
+    return tensors
 
 
 def save_checkpoint(

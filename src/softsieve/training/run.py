@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from softsieve._files import remove_folder, replace_file
-from softsieve.bench.record import write_record
+from softsieve._records import write_record
 from softsieve.errors import InputError
+from softsieve.extras import loaded
 from softsieve.tasks.examples import Examples
-from softsieve.tasks.packages import loaded
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer

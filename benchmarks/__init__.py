@@ -1,0 +1,1 @@
+"""Benchmark suites against named rivals, run from a checkout: ``python -m benchmarks``."""

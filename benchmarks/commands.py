@@ -1,0 +1,359 @@
+"""`python -m benchmarks`: the library against its named rivals, all in one run; results with their provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from softsieve._records import write_record
+from softsieve.cli.errors import one_line
+from softsieve.cli.head_bench import (
+    Delta,
+    Deltas,
+    Eps,
+    Ks,
+    Out,
+    Seed,
+    Stretch,
+    Threads,
+    check_promise,
+    say,
+    set_threads,
+    stem,
+    write,
+)
+from softsieve.cli.progress import watched
+from softsieve.errors import InputError
+
+app = typer.Typer(help="Benchmarks against named rivals, all in one run.", no_args_is_help=True)
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+GPU_SHAPES = [(128256, 4096), (151936, 1536), (262144, 640)]  # of Llama 3 8B, Qwen 2.5 1.5B and Gemma 3 270M
+
+Margin = Annotated[float, typer.Option(min=0, max=1, help="margin of AS-Softmax")]
+Dtype = Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Repeats = Annotated[int, typer.Option(min=1, help="timed runs of each method, taken in turns")]
+Record = Annotated[
+    Path | None, typer.Option(help="write the results with their provenance to this JSON file", dir_okay=False)
+]
+
+
+def _sizes(text: str, like: str) -> tuple[int, ...]:
+    """The numbers of a shape that is written as ``like`` is."""
+    try:
+        sizes = tuple(int(part) for part in text.split("x"))
+    except ValueError:
+        sizes = ()
+    count = like.count("x") + 1
+    if len(sizes) != count:
+        number = {2: "two", 3: "three"}[count]
+        raise typer.BadParameter(f"expected {number} numbers such as {like}, found {text!r}", param_hint="--shape")
+    if min(sizes) < 1:
+        raise typer.BadParameter(f"expected at least one of each, found {text!r}", param_hint="--shape")
+    return sizes
+
+
+def _check_choices(dtype: str, device: str) -> None:
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, found {dtype!r}", param_hint="--dtype")
+    if device not in devices:
+        raise typer.BadParameter(f"expected {' or '.join(devices)} here, found {device!r}", param_hint="--device")
+
+
+def _table(title: str, *columns: str, left: Sequence[str] = ("method",)) -> Table:
+    """An empty table; numbers are on the right."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _write(console: Console, out: Path | None, suite: str, settings: Mapping[str, Any], results: Sequence[Any]) -> None:
+    if out is not None:
+        write_record(out, suite, settings, [result._asdict() for result in results])
+        console.print(f"written to {out}")
+
+
+@app.command()
+def losses(
+    shape: Annotated[list[str], typer.Option(help="ROWSxCLASSES; may be given several times")] = [  # noqa: B006
+        "4096x30522",
+        "65536x150",
+        "1024x1000",
+    ],
+    solved: Annotated[list[float], typer.Option(min=0, max=1, help="share of rows made solved; several")] = [  # noqa: B006
+        0.0,
+        0.5,
+        0.95,
+    ],
+    delta: Margin = 0.1,
+    dtype: Dtype = "fp32",
+    device: Device = "cpu",
+    repeats: Repeats = 15,
+    out: Record = None,
+) -> None:
+    """Time and peak memory of forward + backward: softsieve, and the same in plain torch, against F.cross_entropy."""
+    from benchmarks import losses as suite
+
+    _check_choices(dtype, device)
+    shapes = [_sizes(text, "4096x30522") for text in shape]
+    console = Console()
+    results = []
+    for rows, classes in shapes:
+        for share in solved:
+            with console.status(f"{rows} x {classes}, {share:.0%} of the rows solved"):
+                results += suite.measure(
+                    rows, classes, solved=share, delta=delta, dtype=DTYPES[dtype], device=device, repeats=repeats
+                )
+    title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
+    table = _table(title, "rows x classes", "solved", "method", "ms (p20-p80)", "time", "peak MB", "memory")
+    for r in results:
+        table.add_row(
+            f"{r.rows} x {r.classes}",
+            f"{r.solved:.0%}",
+            r.method,
+            f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+            f"{r.time_ratio:.2f}x",
+            f"{r.peak_mb:.0f}",
+            f"{r.memory_ratio:.2f}x",
+            end_section=r.method == suite.METHODS[-1],
+        )
+    console.print(table)
+    console.print(f"time and memory as ratios to {suite.METHODS[0]}; peak above the logits, gradient included")
+    settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats}
+    _write(console, out, "losses", settings, results)
+
+
+@app.command()
+def linear(
+    shape: Annotated[list[str], typer.Option(help="ROWSxSIZExCLASSES; several")] = [  # noqa: B006
+        "8192x2304x256000",
+        "8192x4096x128256",
+    ],
+    dense: Annotated[list[float], typer.Option(min=0, max=1, help="share of dense rows; several")] = [  # noqa: B006
+        0.25,
+        0.05,
+        1.0,
+    ],
+    rival: Annotated[list[str] | None, typer.Option(help="several; else all that are installed")] = None,
+    delta: Margin = 0.1,
+    dtype: Dtype = "bf16",
+    device: Device = "cuda",
+    repeats: Repeats = 15,
+    check: Annotated[bool, typer.Option(help="compare gradients with float64's")] = True,
+    out: Annotated[
+        Path, typer.Option(help="the results with their provenance go to this JSON file", dir_okay=False)
+    ] = Path("benchmarks/results/linear.json"),
+) -> None:
+    """Time, memory and error of forward + backward: AS cross-entropy without the logits, and dense cross-entropies."""
+    from benchmarks import linear as suite
+
+    _check_choices(dtype, device)
+    for name in rival or []:
+        if name not in suite.RIVALS:
+            raise typer.BadParameter(f"expected one of {', '.join(suite.RIVALS)}, found {name!r}", param_hint="--rival")
+    shapes = [_sizes(text, "8192x2304x256000") for text in shape]
+    methods, missing = suite.rivals(rival)
+    console = Console(soft_wrap=True, highlight=False)
+    results = []
+    for rows, size, classes in shapes:
+        for share in dense:
+            with console.status(f"{rows} x {size} x {classes}, {share:.0%} of the rows dense"), one_line():
+                results += suite.measure(
+                    rows, size, classes, dense=share, methods=methods, delta=delta, dtype=DTYPES[dtype], device=device,
+                    repeats=repeats, check=check,
+                )  # fmt: skip
+    title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
+    table = _table(title, "rows x size x classes", "dense", "method", "ms (p20-p80)", "time", "extra MB", "errors")
+    for r in results:
+        table.add_row(
+            f"{r.rows} x {r.size} x {r.classes}",
+            f"{r.dense:.0%}",
+            r.method,
+            f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+            f"{r.time_ratio:.2f}x",
+            f"{r.extra_mb:.0f}",
+            f"{r.hidden_error:.1e} {r.weight_error:.1e}",
+            end_section=r.method == suite.OURS,
+        )
+    console.print(table)
+    console.print(
+        "time: to the fastest rival; extra: at the peak, above inputs and gradients; errors: of the gradients of"
+    )
+    console.print(
+        "hidden states and weight against float64's, |difference| / |float64's|, of the loss each method is for"
+    )
+    for name, reason in missing.items():
+        console.print(f"not here: {name} ({reason})")
+    settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats, "missing": missing}
+    _write(console, out, "linear", settings, results)
+
+
+@app.command()
+def head(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="ROWSxDIMENSIONS of the weight; several; else those of the records")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu: coordinates; cuda: the cascade")] = "cpu",
+    spread: Annotated[list[float], typer.Option(help="cpu: standard deviation of the logits; several")] = [1.0, 30.0],  # noqa: B006
+    rank: Annotated[int, typer.Option(min=1, help="cuda: effective rank of the made-up queries")] = 64,
+    batch: Annotated[list[int], typer.Option(min=1, max=64, help="cuda: queries at a time; several")] = [1, 8, 64],  # noqa: B006
+    head_file: Annotated[
+        list[Path] | None, typer.Option("--head", help="cuda: a file of `softsieve head extract`; instead of shapes")
+    ] = None,
+    calibration: Annotated[int, typer.Option(min=2, help="cuda: queries to calibrate with")] = 3000,
+    test_queries: Annotated[int, typer.Option(min=64, help="cuda: other queries to test with")] = 2000,
+    eps: Eps = 0.3,
+    delta: Delta = 0.01,
+    k: Annotated[int, typer.Option(min=1, help="softmax values asked for")] = 1,
+    repeats: Repeats = 30,
+    out: Record = None,
+) -> None:
+    """Time of the top k of a head against the exact product."""
+    from benchmarks import heads as suite
+
+    if device == "cuda":
+        shapes = [_sizes(text, "50257x768") for text in shape or [] if not head_file]
+        chosen = {"batches": batch, "k": k, "eps": eps, "delta": delta, "repeats": repeats}
+        with one_line():
+            _head_on_gpu(shapes, head_file or [], rank, calibration, test_queries, chosen, out)
+        return
+    if device != "cpu":
+        raise typer.BadParameter(f"expected cpu or cuda, found {device!r}", param_hint="--device")
+    if head_file:
+        raise typer.BadParameter("expected --device cuda with it; on a CPU: softsieve head bench", param_hint="--head")
+    shapes = [_sizes(text, "50257x768") for text in shape or ["50257x768"]]
+    console = Console()
+    results = []
+    for n, d in shapes:
+        for width in spread:
+            with console.status(f"{n} x {d}, logits of deviation {width:g}"):
+                results += suite.measure(n, d, spread=width, eps=eps, delta=delta, k=k, repeats=repeats)
+    threads = torch.get_num_threads()
+    title = f"top {k}, fp32, batch 1, {threads} threads, eps {eps}, delta {delta}, median of {repeats}"
+    table = _table(title, "weight", "logits", "method", "ms (p20-p80)", "time", "bytes", "exact")
+    for r in results:
+        table.add_row(
+            f"{r.n} x {r.d}",
+            f"{r.spread:g}",
+            r.method,
+            f"{r.ms:.2f} ({r.ms_p20:.2f}-{r.ms_p80:.2f})",
+            f"{r.time_ratio:.2f}x",
+            f"{r.bytes_ratio:.3f}x",
+            f"{r.exact:.0%}",
+            end_section=r.method == suite.METHODS[-1],
+        )
+    console.print(table)
+    console.print(f"time and bytes as ratios to {suite.METHODS[0]}; exact: share of queries that read everything")
+    _write(console, out, "head", {"eps": eps, "delta": delta, "k": k, "repeats": repeats}, results)
+
+
+def _head_on_gpu(
+    shapes: Sequence[tuple[int, ...]],
+    files: Sequence[Path],
+    rank: int,
+    calibration: int,
+    test_queries: int,
+    chosen: dict[str, Any],
+    out: Path | None,
+) -> None:
+    """Measure the cascade on a GPU for heads of these shapes or in these files, print a table and write the record."""
+    from benchmarks import heads_gpu as suite
+    from softsieve.data.synthetic_heads import make_head
+    from softsieve.integrations.head_file import read_head
+
+    if not torch.cuda.is_available():
+        raise InputError("--device: expected a CUDA device here, found none")
+    console = Console(soft_wrap=True, highlight=False)
+    results = []
+    for n, d in [] if files else shapes or GPU_SHAPES:
+        with console.status(f"{n} x {d}, made up, rank {rank}"):
+            made = make_head(n, d, rank=rank, calibration=calibration, test=test_queries, device="cuda")
+            results += suite.measure(f"made up, rank {rank}", *made, **chosen)
+            del made
+            torch.cuda.empty_cache()
+    for path in files:
+        layer, notes = read_head(path)
+        for name, corpus in layer.corpora.items():
+            label = f"{notes.get('model', path.name)}, {name}"
+            with console.status(label):
+                parts = (layer.weight, corpus.calibration[:calibration], corpus.test[:test_queries])
+                weight, before, after = (part.cuda() for part in parts)
+                results += suite.measure(label, weight, before, after, beta=layer.beta, **chosen)
+    title = "top {k}, eps {eps}, delta {delta}, CUDA graphs, cold caches, median of {repeats}".format(**chosen)
+    columns = ("product", "whole", "success", "exact", "bytes", "codes", "auto")
+    table = _table(
+        title, "head", "weight", "batch", "method", "us (p20-p80)", *columns, left=("head", "method", "auto")
+    )
+    for r in results:
+        ours = r.method == suite.OURS
+        table.add_row(
+            r.head,
+            f"{r.n} x {r.d}",
+            str(r.batch),
+            r.method,
+            f"{r.us:.1f} ({r.us_p20:.1f}-{r.us_p80:.1f})",
+            f"{r.over_product:.2f}x",
+            f"{r.over_whole:.2f}x",
+            f"{r.success:.2%}" if ours else "",
+            f"{r.exact:.2%}" if ours else "",
+            f"{r.bytes_ratio:.1f}x" if ours else "",
+            f"{r.preview}{f', {r.tier}' if r.tier else ''}" if ours else "",
+            r.auto if ours else "",
+            end_section=ours,
+        )
+    console.print(table)
+    console.print(
+        f"product, whole: times faster than {suite.PRODUCT} and {suite.WHOLE}; bytes: of the weight for each one read; "
+        "exact: share of queries that read everything; auto: what method='auto' takes when called without a graph"
+    )
+    settings = {**chosen, "rank": rank, "calibration": calibration, "test_queries": test_queries}
+    _write(console, out, "head-gpu", settings, results)
+
+
+@app.command("head-scaling")
+def head_scaling(
+    n: Annotated[list[int], typer.Option(min=2, help="rows; several")] = [32768],  # noqa: B006
+    d: Annotated[list[int], typer.Option(min=4, help="dimensions; several")] = [512, 1024, 2048, 4096, 8192],  # noqa: B006
+    rank: Annotated[int, typer.Option(min=1, help="effective rank of the queries")] = 64,
+    method: Annotated[list[str], typer.Option(help="several; the exact products are always there")] = ["cascade"],  # noqa: B006
+    k: Ks = [1],  # noqa: B006
+    eps: Eps = 0.3,
+    delta: Deltas = [0.01],  # noqa: B006
+    calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 2000,
+    test_queries: Annotated[int, typer.Option(min=1, help="queries to test with")] = 500,
+    stretch: Stretch = 25,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Out = Path("head-scaling"),
+) -> None:
+    """What `softsieve head bench` measures, on made-up heads of any shape: how time and success go with d or n."""
+    out = stem(out, "head-scaling")
+    with watched(out) as progress:
+        from benchmarks import head_scaling as suite
+        from softsieve.comparisons.head_methods import NOTE
+
+        check_promise(eps, delta)
+        chosen: dict[str, Any] = {
+            "rank": rank,
+            "methods": method,
+            "ks": k,
+            "eps": eps,
+            "deltas": delta,
+            "calibration": calibration,
+            "test_queries": test_queries,
+            "stretch": stretch,
+            "seed": seed,
+        }
+        set_threads(threads)
+        rows = suite.scaling(n, d, **chosen, progress=progress)
+        write(out, "head-scaling", {"n": n, "d": d, **chosen, "note": NOTE}, rows, suite.draw(rows))
+    say(out, rows, "head", method)

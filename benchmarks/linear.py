@@ -1,0 +1,232 @@
+"""Forward + backward of a linear layer with its loss: softsieve against the dense rivals, all in one process.
+
+To add a rival: a line in `RIVALS`, a function that imports it and returns the loss of (hidden, weight, target).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.measure import peak_bytes, times
+from softsieve.losses import linear_as_cross_entropy
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+OURS, PLAIN = "softsieve", "AS-Softmax in eager torch"
+
+
+class Result(NamedTuple):
+    """One method at one shape."""
+
+    rows: int
+    size: int
+    classes: int
+    dense: float  # share of the rows
+    solved: float
+    method: str
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    extra_mb: float  # at the peak, above inputs and gradients
+    loss: float
+    time_ratio: float  # to the fastest rival
+    hidden_error: float  # |gradient - float64's| / |float64's|, over some rows; of the loss that the method is for
+    weight_error: float  # the same over some classes
+
+
+def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def _compiled() -> Loss:
+    return torch.compile(_eager, dynamic=False)
+
+
+def _cut() -> Loss:
+    found: Loss = import_module("cut_cross_entropy").linear_cross_entropy
+    return found
+
+
+def _liger() -> Loss:
+    apply = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = apply(hidden, weight, target)[0]
+        return loss
+
+    return call
+
+
+def _torch_own() -> Loss:
+    return partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
+
+
+RIVALS: dict[str, Callable[[], Loss]] = {
+    "torch eager": lambda: _eager,
+    "torch.compile": _compiled,
+    "cut-cross-entropy": _cut,
+    "Liger": _liger,
+    "torch.nn.LinearCrossEntropyLoss": _torch_own,
+}
+
+
+def rivals(names: list[str] | None = None) -> tuple[dict[str, Loss], dict[str, str]]:
+    """Those that can be had, and why others cannot."""
+    there, missing = {}, {}
+    for name in names or RIVALS:
+        try:
+            there[name] = RIVALS[name]()
+        except (ImportError, AttributeError) as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+    return there, missing
+
+
+def make_layer(
+    rows: int, size: int, classes: int, *, dense: float, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and labels, with a share of the rows dense at delta 0.1.
+
+    Rows of the weight are random, of length 1. A dense row is noise with a random label. Another is noise with its
+    label's row added, such that the label alone has a probability from 0.4 to nearly 1; half of these also have one to
+    four rivals, with up to 0.6 times as much. Labels and rivals are drawn as words are, small numbers more often.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = partial(torch.rand, generator=generator, device=device)
+    weight = torch.empty(classes, size, device=device, dtype=dtype)
+    for part in torch.split(weight, 16384):
+        part.copy_(torch.randn(part.shape, generator=generator, device=device) * size**-0.5)
+    hidden = 1.5 * torch.randn(rows, size, generator=generator, device=device)
+    crowd = torch.tensor(float(classes)).log().item() + 1.5**2 / 2  # log-sum-exp of the noise
+
+    def some_class(*shape: int) -> Tensor:
+        return (classes ** draw(*shape)).long().clamp_(max=classes - 1)
+
+    target = some_class(rows)
+    about = draw(rows) >= dense
+    height = crowd - 0.5 + 6 * draw(rows, 1)
+    own = weight[target].float()
+    hidden += about[:, None] * (height - (hidden * own).sum(1, keepdim=True)) * own
+    for number in range(4):
+        rival = (5 * some_class(rows) + number) % classes  # different ones
+        present = about & (draw(rows) < 0.5 / (1 + number)) & (rival != target)
+        own = weight[rival].float()
+        lower = height - 0.5 - 3 * draw(rows, 1) - (hidden * own).sum(1, keepdim=True)
+        hidden += present[:, None] * lower * own
+    return hidden.to(dtype), weight, target
+
+
+def _exact_gradients(
+    hidden: Tensor, weight: Tensor, target: Tensor, delta: float, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of AS cross-entropy in float64, of some hidden states and some rows of the weight; delta 1 is cross-entropy."""
+    exact, to_hidden, to_weight = weight.double(), [], weight.new_zeros(len(columns), weight.shape[1]).double()
+    chosen = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    chosen[rows] = True
+    for start in range(0, len(hidden), 256):
+        some = slice(start, start + 256)
+        h, t = hidden[some].double(), target[some, None]
+        logits = h @ exact.t()
+        p = logits.softmax(-1)
+        keep = p.gather(1, t) - p <= delta
+        q = logits.masked_fill_(~keep, -float("inf")).softmax(-1)
+        q.scatter_add_(1, t, -torch.ones_like(t, dtype=q.dtype)).div_(len(hidden))
+        q[keep.sum(-1) == 1] = 0
+        to_weight += q[:, columns].t() @ h
+        if chosen[some].any():
+            to_hidden.append(q[chosen[some]] @ exact)
+    return torch.cat(to_hidden), to_weight
+
+
+def measure(
+    rows: int,
+    size: int,
+    classes: int,
+    *,
+    dense: float,
+    methods: dict[str, Loss],
+    delta: float = 0.1,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    repeats: int = 15,
+    check: bool = True,
+) -> list[Result]:
+    """Ours and the rivals on the same layer, taking turns.
+
+    Args:
+        rows, size, classes: of hidden states and weight.
+        dense: share of the rows.
+        methods: the rivals.
+        delta, dtype, device, repeats: as they are.
+        check: compare gradients with float64's.
+
+    Example:
+        >>> small = measure(32, 8, 200, dense=0.3, methods={"torch eager": _eager}, dtype=torch.float32, device="cpu")
+        >>> [result.method for result in small], small[-1].hidden_error < 1e-5
+        (['torch eager', 'AS-Softmax in eager torch', 'softsieve'], True)
+    """
+    hidden, weight, target = make_layer(rows, size, classes, dense=dense, dtype=dtype, device=device)
+    ours: Callable[..., Tensor] = partial(linear_as_cross_entropy, delta=delta)
+    _, stats = linear_as_cross_entropy(hidden, weight, target, delta=delta, return_stats=True)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    plain = {PLAIN: partial(ours, backend="reference")} if check else {}  # for its errors: it takes all the memory
+    everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, OURS: ours}
+
+    def forward_backward(loss: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            hidden.grad = weight.grad = None
+            value = loss(hidden, weight, target)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value.detach()
+
+        return call
+
+    calls = [forward_backward(loss) for loss in everything.values()]
+    timed = times(calls, repeats=repeats, device=device)
+    shuffle = partial(torch.randperm, generator=torch.Generator(device).manual_seed(0), device=device)
+    some = shuffle(rows)[:512].sort().values
+    columns = torch.cat([torch.unique(target[some])[:256], shuffle(classes)[:256]])
+    exact: dict[float, tuple[Tensor, Tensor]] = {}
+    if check:
+        with torch.no_grad():
+            exact = {margin: _exact_gradients(hidden, weight, target, margin, some, columns) for margin in (delta, 1.0)}
+    results = []
+    fastest = (
+        min(ms for method, (_, ms, _) in zip(everything, timed, strict=True) if method in methods) if methods else 0
+    )
+    for method, call, (low, ms, high) in zip(everything, calls, timed, strict=True):
+        hidden.grad = weight.grad = None
+        gc.collect()
+        peak = peak_bytes(call, device=device)
+        loss = float(call())
+        errors = [float("nan")] * 2
+        if check:
+            right = exact[1.0 if method in methods else delta]
+            found = hidden.grad[some], weight.grad[columns]  # type: ignore[index]
+            errors = [float((f.double() - r).norm() / r.norm()) for f, r in zip(found, right, strict=True)]
+        gradients = hidden.nbytes + weight.nbytes
+        results.append(
+            Result(
+                rows,
+                size,
+                classes,
+                stats.dense.float().mean().item(),
+                stats.solved.float().mean().item(),
+                method,
+                ms,
+                low,
+                high,
+                (peak - gradients) / 1e6,
+                loss,
+                ms / fastest if methods else float("nan"),
+                *errors,
+            )
+        )
+    return results

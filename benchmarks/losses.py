@@ -1,0 +1,98 @@
+"""Forward + backward of the losses on logits: softsieve, and the same in plain torch, against F.cross_entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import peak_bytes, times
+from softsieve import reference
+from softsieve.losses import as_cross_entropy
+
+
+class Result(NamedTuple):
+    """One method at one shape. Ratios are to `F.cross_entropy`; the peak is above the logits, gradient included."""
+
+    rows: int
+    classes: int
+    solved: float
+    dense: float
+    method: str
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    time_ratio: float
+    peak_mb: float
+    memory_ratio: float
+    loss: float
+
+
+METHODS = ("F.cross_entropy", "softsieve", "plain torch")
+
+
+def make_logits(
+    rows: int, classes: int, *, solved: float, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Normal logits with random labels, of which a share is put far above its rivals, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, classes, generator=generator)
+    target = torch.randint(classes, (rows,), generator=generator)
+    chosen = torch.randperm(rows, generator=generator)[: round(solved * rows)]
+    logits[chosen, target[chosen]] = logits[chosen].amax(-1) + 10
+    return logits.to(device, dtype), target.to(device)
+
+
+def measure(
+    rows: int, classes: int, *, solved: float, delta: float, dtype: torch.dtype, device: str, repeats: int
+) -> list[Result]:
+    """All methods on the same logits, taking turns.
+
+    Example:
+        >>> results = measure(64, 10, solved=0.5, delta=0.1, dtype=torch.float32, device="cpu", repeats=1)
+        >>> [r.method for r in results]
+        ['F.cross_entropy', 'softsieve', 'plain torch']
+    """
+    logits, target = make_logits(rows, classes, solved=solved, dtype=dtype, device=device)
+    _, stats = as_cross_entropy(logits, target, delta=delta, return_stats=True)
+    logits.requires_grad_()
+    losses: dict[str, Callable[[], Tensor]] = {
+        METHODS[0]: lambda: F.cross_entropy(logits, target),
+        METHODS[1]: lambda: as_cross_entropy(logits, target, delta=delta),
+        METHODS[2]: lambda: reference.as_cross_entropy(logits, target, delta=delta),
+    }
+
+    def forward_backward(loss: Callable[[], Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            logits.grad = None
+            loss().backward()  # type: ignore[no-untyped-call]
+
+        return call
+
+    calls = [forward_backward(loss) for loss in losses.values()]
+    timed = times(calls, repeats=repeats, device=device)
+    logits.grad = None
+    peaks = []
+    for call in calls:
+        peaks.append(peak_bytes(call, device=device))
+        logits.grad = None
+    return [
+        Result(
+            rows=rows,
+            classes=classes,
+            solved=stats.solved.float().mean().item(),
+            dense=stats.dense.float().mean().item(),
+            method=method,
+            ms=median,
+            ms_p20=low,
+            ms_p80=high,
+            time_ratio=median / timed[0][1],
+            peak_mb=peak / 1e6,
+            memory_ratio=peak / peaks[0],
+            loss=loss().item(),
+        )
+        for (method, loss), (low, median, high), peak in zip(losses.items(), timed, peaks, strict=True)
+    ]

@@ -1,0 +1,340 @@
+"""Losses x seeds x data sets: every run once, each in a file of its own, and a table of them all."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softsieve import _checks
+from softsieve._files import check_writable
+from softsieve._records import provenance, write_record, write_text
+from softsieve.comparisons.output import beside
+from softsieve.comparisons.recipes import BASELINE, ROWS, recipe
+from softsieve.errors import InputError, first_line
+from softsieve.tasks.files import read_text
+from softsieve.tasks.presets import PRESETS, load_preset
+from softsieve.tasks.read import read_data
+from softsieve.tasks.task import Task
+from softsieve.training.run import Splits, encode, train
+from softsieve.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row of the table on one data set with one seed."""
+
+    task: str  # a preset, or a file or folder of data
+    row: str
+    settings: Settings
+    model: str | None  # name or folder of a pretrained encoder; None: the built-in one
+    max_length: int
+    data_dir: str
+
+    @property
+    def name(self) -> str:
+        """Of its file; another configuration has another name."""
+        said = [self.settings.asdict(), self.model, self.max_length]
+        if self.task not in PRESETS:
+            said.append(str(Path(self.task).resolve()))  # files of one name may be in many folders
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{Path(self.task).stem}-{self.row}-{self.settings.seed}-{digest}"
+
+
+def plan(
+    tasks: Sequence[str],
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    model: str | None,
+    max_length: int,
+    data_dir: Path,
+    overrides: dict[str, Any],
+) -> list[Job]:
+    """All runs of a comparison, data set by data set and seed by seed.
+
+    Raises:
+        InputError: for an unknown row, and for rows or data sets of one name.
+        TypeError, ValueError: for settings that cannot be.
+    """
+    for row in rows:
+        if row not in ROWS:
+            raise InputError(f"row: expected one of {', '.join(ROWS)}, found {row!r}")
+    for what, names in {"task": [Path(task).name for task in tasks], "row": rows}.items():
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"{what}: expected different names, found {name!r} more than once")
+    return [
+        Job(
+            task,
+            row,
+            Settings(**{**recipe(task, pretrained=model is not None), **overrides, **ROWS[row], "seed": seed}),
+            model,
+            max_length,
+            str(data_dir),
+        )
+        for task in tasks
+        for seed in seeds
+        for row in rows
+    ]
+
+
+@lru_cache(maxsize=1)  # jobs come data set by data set
+def _prepare(task: str, model: str | None, max_length: int, data_dir: str) -> tuple[Task, Splits]:
+    data = load_preset(task, Path(data_dir)) if task in PRESETS else read_data(task)
+    built = Task.build(data, model=model, max_length=max_length)
+    if data.test is None:
+        raise InputError(f"{task}: a comparison needs test data, found none")
+    return built, encode(built, data.train, data.validation, data.test)
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Make one run and say what it came to."""
+    task, splits = _prepare(job.task, job.model, job.max_length, job.data_dir)
+    run = train(task, splits, job.settings)
+    gc.collect()  # a trainer and its graphs refer to each other, and the next run wants the memory
+    result = run.result
+    return {
+        "task": Path(job.task).name,
+        "row": job.row,
+        "seed": job.settings.seed,
+        "model": Path(job.model).name if job.model else "built-in",
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "test": run.test,
+        "validation": result.best,
+        "seconds": result.seconds,
+        "evaluation_seconds": result.evaluation_seconds,
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "trained_rows": result.trained,
+        "screened_rows": result.screened,
+        "solved": [line["solved"] for line in result.log if "solved" in line],
+        "settings": job.settings.asdict(),
+        "max_length": job.max_length,
+        "rows": {name: len(part) for name, part in splits._asdict().items() if part is not None},
+        "classes": len(task.labels),
+        "provenance": provenance(),
+    }
+
+
+def _worker(job: Job) -> tuple[Job, dict[str, Any] | str]:
+    """What a run came to, or why it failed: one that does must not take a night's others with it."""
+    try:
+        return job, run_job(job)
+    except Exception as error:
+        return job, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _alone(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, not just the run it is at
+    torch.set_num_threads(threads)
+
+
+def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Make the runs that ``folder`` does not hold yet, each written there when it is done, and yield them all.
+
+    Raises:
+        InputError: when ``folder`` cannot be written to, before anything is made; at the end, when runs failed, saying
+            how many and why the first did.
+    """
+    check_writable(folder / "run.json")
+    missing = []
+    for job in jobs:
+        path = folder / f"{job.name}.json"
+        if path.exists():
+            yield job, _read_run(path)
+        else:
+            missing.append(job)
+    failed = []
+    for job, found in _results(missing, side_by_side):
+        if isinstance(found, str):
+            failed.append(f"{job.name}: {found}")
+            continue
+        found["side_by_side"] = side_by_side
+        write_text(folder / f"{job.name}.json", json.dumps(found) + "\n")
+        yield job, found
+    if failed:
+        raise InputError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0]}")
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """What an earlier run came to.
+
+    Raises:
+        InputError: when the file is damaged; without it the run is made again.
+    """
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)}): remove it to make the run again") from None
+    try:
+        _look_at(found)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({first_line(error)}): remove it to make the run again") from None
+    return found  # type: ignore[no-any-return]
+
+
+def _look_at(run: Any) -> None:
+    """Refuse what no table can be made of.
+
+    Raises:
+        KeyError, TypeError, ValueError: naming what is missing or wrong.
+    """
+    settings, made = run["settings"], run["provenance"]
+    numbers = {name: run[name] for name in ("seconds", "steps", "trained_rows", "screened_rows", "side_by_side")}
+    numbers |= {name: settings[name] for name in ("epochs", "batch_size", "learning_rate", "delta")}
+    for name, value in {**numbers, **run["test"], **run["rows"]}.items():
+        _checks.number(name, value, -1e300, 1e300)
+    _checks.positive("seconds", run["seconds"])
+    _checks.whole_number("seed", run["seed"], 0, 2**63)
+    names = [run["task"], run["model"], settings["precision"], *made["machine"], made["versions"]["torch"]]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"expected names, found {names}")
+    _checks.choice("row", run["row"], ROWS)
+    for name in ("commit", "gpu"):
+        if not isinstance(made[name], str | None):
+            raise TypeError(f"{name}: expected a name, found {type(made[name]).__name__}")
+    hash(_where(run))
+    markdown([run], "")
+
+
+def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+    if side_by_side == 1:
+        yield from map(_worker, jobs)
+        return
+    threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    pool = ProcessPoolExecutor(side_by_side, multiprocessing.get_context("spawn"), _alone, (threads,))
+    try:
+        waiting = {pool.submit(_worker, job): job for job in jobs}
+        for done in as_completed(waiting):
+            try:
+                yield done.result()
+            except BrokenProcessPool:
+                yield waiting[done], "a process was killed, maybe for want of memory: try fewer side by side"
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for every data set and row: means over seeds, and the paired test against the baseline."""
+    lines = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        here = [run for run in runs if run["task"] == task]
+        by_row = {row: {r["seed"]: r for r in here if r["row"] == row} for row in ROWS}
+        base = by_row[BASELINE]
+        for row, found in by_row.items():
+            if not found:
+                continue
+            ordered = [found[seed] for seed in sorted(found)]
+            metric = ordered[0]["settings"]["metric"]
+            scores = [run["test"][metric] for run in ordered]
+            mean = _mean_of(ordered)
+            line = {
+                "task": task,
+                "row": row,
+                "metric": metric,
+                "seeds": len(scores),
+                "mean": statistics.mean(scores),
+                "deviation": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+                "p": None,
+                "speed": None,
+                "seconds": statistics.median(run["seconds"] for run in ordered),
+                "side_by_side": max(run["side_by_side"] for run in ordered),
+                **{name: mean(name) for name in ("steps", "trained_rows", "screened_rows")},
+            }
+            shared = sorted(found.keys() & base.keys())
+            if row != BASELINE and shared:
+                line["p"] = _paired(
+                    [found[s]["test"][metric] for s in shared], [base[s]["test"][metric] for s in shared]
+                )
+                # Times compare only on one machine that as many runs shared.
+                if len({_where(made[s]) for made in (base, found) for s in shared}) == 1:
+                    theirs, ours = ([made[s]["seconds"] for s in shared] for made in (base, found))
+                    line["speed"] = statistics.median(theirs) / statistics.median(ours)
+            lines.append(line)
+    return lines
+
+
+def _mean_of(runs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
+    return lambda name: statistics.mean(run[name] for run in runs)
+
+
+def _where(run: dict[str, Any]) -> tuple[Any, ...]:
+    """The machine of a run, and how many shared it."""
+    made = run["provenance"]
+    return run["side_by_side"], made["gpu"], *made["machine"].values()
+
+
+def _paired(scores: Sequence[float], base: Sequence[float]) -> float | None:
+    """Two-sided p of the paired t-test; None where it says nothing."""
+    from scipy.stats import ttest_rel
+
+    if len(scores) < 2 or len({a - b for a, b in zip(scores, base, strict=True)}) == 1:
+        return None
+    return float(ttest_rel(scores, base).pvalue)
+
+
+def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
+    """The table for people, with what it was made with."""
+    text = [f"Made with\n\n```\n{command}\n```\n"]
+    made = [run["provenance"] for run in runs]
+    commits = _each(m["commit"] for m in made)
+    machines = _each(m["gpu"] or m["machine"]["processor"] for m in made)
+    text.append(
+        f"at commit {commits} on {machines}, torch {_each(m['versions']['torch'] for m in made)}.\n"
+        "Mean and standard deviation over seeds on the test rows, at the best validation epoch; p: paired t-test\n"
+        f"against {BASELINE} over the same seeds; seconds: median wall time of training and validation, in brackets\n"
+        f"how many runs shared the machine; speed: that of {BASELINE} over it; trained: rows that went forward and\n"
+        "backward; looked at: rows that went forward only, to see whether they are solved.\n"
+    )
+    for task in dict.fromkeys(run["task"] for run in runs):
+        here = [run for run in runs if run["task"] == task]
+        settings = here[0]["settings"]
+        rows = ", ".join(f"{count} {name}" for name, count in here[0]["rows"].items())
+        said = ", ".join(f"{name} {settings[name]:g}" for name in ("epochs", "batch_size", "learning_rate", "delta"))
+        text.append(
+            f"## {task}\n\n{here[0]['model']}, {here[0]['classes']} classes, rows: {rows}; {said}, {_how(settings)}."
+        )
+        metric = settings["metric"].replace("_", " ")
+        text.append(
+            f"\n| | {metric} % | p | seconds | speed | steps | trained | looked at |\n|---|---|---|---|---|---|---|---|"
+        )
+        for line in summarise(here):
+            p = "" if line["p"] is None else f"{line['p']:.3f}"
+            speed = "" if line["speed"] is None else f"{line['speed']:.2f}x"
+            beside = "" if line["side_by_side"] == 1 else f" ({line['side_by_side']} at a time)"
+            text.append(
+                f"| {line['row']} | {100 * line['mean']:.2f} ± {100 * line['deviation']:.2f} | {p} "
+                f"| {line['seconds']:.1f}{beside} | {speed} "
+                f"| {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
+            )
+        text.append(f"\n{len({run['seed'] for run in here})} seeds.\n")
+    return "\n".join(text)
+
+
+def _each(names: Iterable[Any]) -> str:
+    return " and ".join(dict.fromkeys(map(str, names)))
+
+
+def _how(settings: dict[str, Any]) -> str:
+    precision = "fp32" if settings["precision"] == "no" else settings["precision"]
+    return precision + (", CUDA graphs" if settings["graphs"] else "")
+
+
+def write_results(out: Path, runs: Sequence[dict[str, Any]], command: str) -> None:
+    """``out``.json with everything and ``out``.md for people, each all or nothing."""
+    write_record(beside(out, ".json"), "compare", {"command": command}, [*summarise(runs), *runs])
+    write_text(beside(out, ".md"), markdown(runs, command))

@@ -1,1 +1,0 @@
-"""The tables of the papers, and of our own claims, from one command each."""

@@ -1,0 +1,193 @@
+"""The comparison: complete, resumable, and with figures that follow from its runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from softsieve.cli import app
+from softsieve.comparisons import losses as compare
+from softsieve.comparisons.output import beside
+from softsieve.comparisons.recipes import BUILT_IN, PRETRAINED, ROWS, recipe
+from softsieve.errors import InputError
+from softsieve.tasks.presets import PRESETS
+from softsieve.training.settings import Settings
+
+WORDS = {"sun": ["bright", "warm", "sky"], "rain": ["wet", "cloud", "grey"], "snow": ["white", "cold", "ice"]}
+
+
+@pytest.fixture
+def weather(tmp_path: Path) -> Path:
+    """Train, validation and test files of a data set that is easily learnt."""
+    draw = random.Random(0)
+    for split, rows in (("train", 90), ("validation", 30), ("test", 30)):
+        lines = ["text,label"]
+        for row in range(rows):
+            label = sorted(WORDS)[row % 3]
+            lines.append(f"{' '.join(draw.choices(WORDS[label], k=4))},{label}")
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+ONCE = ("--epochs", "1")  # where nothing has to be learnt
+
+
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    rows = [word for row in ("softmax", "as-softmax", "as-skip") for word in ("--row", row)]
+    few = ["--epochs", "4", "--batch-size", "8", "--learning-rate", "1e-2"]
+    return ["compare", "--task", str(data), *rows, "--seeds", "2", "--out", str(out), *few, *more]
+
+
+def test_compare_writes_every_run_a_record_and_a_table(weather: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results" / "weather"
+    done = CliRunner().invoke(app, command(weather, out))
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["provenance"]["versions"]["torch"]
+    lines, runs = record["results"][:3], record["results"][3:]
+    assert [line["row"] for line in lines] == ["softmax", "as-softmax", "as-skip"]
+    assert len(runs) == 6
+    assert all(run["provenance"]["versions"] and run["settings"]["epochs"] == 4 for run in runs)
+    for line in lines:
+        scores = [run["test"]["accuracy"] for run in runs if run["row"] == line["row"]]
+        assert line["mean"] == pytest.approx(sum(scores) / 2)
+    assert min(line["mean"] for line in lines) > 0.9
+    assert lines[2]["trained_rows"] < lines[1]["trained_rows"] == 4 * 90
+    assert lines[2]["screened_rows"] > 0 == lines[1]["screened_rows"]
+    table = out.with_suffix(".md").read_text()
+    assert "| as-skip |" in table
+    assert "2 seeds" in table
+
+
+def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "weather"
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
+    files = sorted(out.with_suffix(".runs").iterdir())
+    assert len(files) == 6
+    before = [file.read_bytes() for file in files]
+    files[0].unlink()
+    made: list[str] = []
+    real = compare.run_job
+
+    def counted(job: compare.Job) -> dict[str, Any]:
+        made.append(job.row)
+        return real(job)
+
+    monkeypatch.setattr(compare, "run_job", counted)
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
+    assert len(made) == 1
+    again = [json.loads(file.read_text()) for file in sorted(out.with_suffix(".runs").iterdir())]
+    assert again[0]["test"] == json.loads(before[0])["test"]  # the same seed, the same answer
+    made.clear()
+    assert CliRunner().invoke(app, command(weather, out, *ONCE, "--delta", "0.2")).exit_code == 0
+    assert len(made) == 6  # other settings are other runs
+
+
+def test_an_error_is_one_line_and_keeps_the_runs(weather: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weather"
+    assert CliRunner().invoke(app, command(weather, out, *ONCE)).exit_code == 0
+    done = CliRunner().invoke(app, command(weather / "nowhere.csv", out))
+    assert done.exit_code == 1
+    assert done.stderr.startswith("softsieve: ")
+    assert done.stderr.count("\n") == 1
+    assert len(list(out.with_suffix(".runs").iterdir())) == 6
+    unknown = CliRunner().invoke(app, [*command(weather, out), "--row", "as-nothing"])
+    assert unknown.exit_code == 1
+    assert "as-nothing" in unknown.stderr
+
+
+def test_the_table_is_made_of_the_runs_that_did_not_fail(
+    weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = compare.run_job
+
+    def failing(job: compare.Job) -> dict[str, Any]:
+        if job.row == "as-skip":
+            raise RuntimeError("no luck")
+        return real(job)
+
+    monkeypatch.setattr(compare, "run_job", failing)
+    done = CliRunner().invoke(app, command(weather, tmp_path / "v1.2", *ONCE))
+    assert done.exit_code == 1
+    assert "2 of 6 runs failed" in done.stderr
+    assert sorted(path.name for path in tmp_path.glob("v1.2*")) == ["v1.2.json", "v1.2.md", "v1.2.runs"]
+    assert "| softmax |" in (tmp_path / "v1.2.md").read_text()
+
+
+def test_suffixes_of_results() -> None:
+    for out in ("a/b", "a/b.json", "a/b.runs"):
+        assert beside(Path(out), ".md") == Path("a/b.md")
+    assert beside(Path("v1.2"), ".md") == Path("v1.2.md")
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written to"):
+        list(compare.run_all([], tmp_path / "file" / "out.runs"))
+
+
+def kill_oneself(job: compare.Job) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_fails_its_runs_and_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = compare.plan(["sst5"], ["softmax"], [0, 1], model=None, max_length=8, data_dir=tmp_path, overrides={})
+    monkeypatch.setattr(compare, "_worker", kill_oneself)
+    with pytest.raises(InputError, match=r"2 of 2 runs failed, the first: .*: a process was killed"):
+        list(compare.run_all(jobs, tmp_path / "runs", side_by_side=2))
+
+
+def run(row: str, seed: int, accuracy: float, seconds: float) -> dict[str, Any]:
+    costs = {"seconds": seconds, "side_by_side": 1, "steps": 10, "trained_rows": 100, "screened_rows": 0}
+    what = {"task": "t", "row": row, "seed": seed, "settings": {"metric": "accuracy"}}
+    made = {"gpu": None, "machine": {"processor": "a", "threads": 1}}
+    return {**what, "test": {"accuracy": accuracy}, **costs, "provenance": made}
+
+
+def test_summary_pairs_by_seed() -> None:
+    runs = [run("softmax", s, a, 8.0) for s, a in enumerate((0.5, 0.6, 0.7))]
+    runs += [run("as-skip", s, a, 2.0) for s, a in ((2, 0.72), (0, 0.51), (1, 0.63))]  # in another order
+    base, ours = compare.summarise(runs)
+    assert (base["p"], base["speed"]) == (None, None)
+    assert ours["mean"] == pytest.approx(0.62)
+    assert ours["speed"] == pytest.approx(4.0)
+    assert ours["p"] == pytest.approx(0.0742, abs=1e-3)  # differences 0.01, 0.03, 0.02: t = 3.464 with 2 degrees
+
+
+def test_times_of_a_busy_and_an_idle_machine_do_not_compare() -> None:
+    runs = [run("softmax", 0, 0.5, 8.0), {**run("as-skip", 0, 0.6, 2.0), "side_by_side": 4}]
+    assert compare.summarise(runs)[1]["speed"] is None
+    runs[1] |= {"side_by_side": 1, "provenance": {"gpu": "b", "machine": {"processor": "a", "threads": 1}}}
+    assert compare.summarise(runs)[1]["speed"] is None  # nor those of two machines
+
+
+def test_recipes_are_settings_of_presets() -> None:
+    for recipes in (PRETRAINED, BUILT_IN):
+        assert recipes.keys() <= PRESETS.keys()
+        for task in recipes:
+            for row in ROWS.values():
+                Settings(**{**recipe(task, pretrained=recipes is PRETRAINED), **row})
+
+
+def test_files_of_one_name(tmp_path: Path) -> None:
+    def jobs(*tasks: str, rows: tuple[str, ...] = ("softmax",)) -> list[compare.Job]:
+        return compare.plan(tasks, rows, [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
+
+    names = {job.name for task in ("a/x.csv", "b/x.csv", "a/x.json") for job in jobs(task)}
+    assert len(names) == 3
+    with pytest.raises(InputError, match=r"task: expected different names, found 'x.csv' more than once"):
+        jobs("a/x.csv", "b/x.csv")
+    with pytest.raises(InputError, match="row: expected different names, found 'softmax' more than once"):
+        jobs("a/x.csv", rows=("softmax", "softmax"))
+
+
+def test_plan_refuses_unknown_rows(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="row: expected one of softmax"):
+        compare.plan(["sst5"], ["hardmax"], [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
