@@ -349,7 +349,7 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
     )
     floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
     ints = [np.zeros(1, np.int64), np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
-    return index, kernels.Scratch(*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64))
+    return index, kernels.Scratch(*[*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64)])
 
 
 ONES = np.array([1, 1, 0, 0], np.float32)
