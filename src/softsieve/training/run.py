@@ -81,7 +81,7 @@ def train(
         show=show,
         console=console,
     )
-    if output is not None and resume is None and trainer.accelerator.is_main_process:
+    if output is not None and resume is None and trainer.replica.is_main:
         for old in (*checkpoints(output), output / "tensorboard"):
             remove_folder(old)
         for name in (RECORD, LOGITS):
@@ -93,7 +93,7 @@ def train(
         test, decided = trainer.evaluate(splits.test)
     weights = trainer.weights()
     logits = None if output is None else _shown(trainer, task, splits)
-    if output is not None and trainer.accelerator.is_main_process:
+    if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
 
         def fill(part: Path) -> None:
@@ -103,8 +103,8 @@ def train(
 
         write_folder(output / MODEL, fill)
         _write_record(output, task, splits, settings, result, metrics, about or {}, weights, logits)
-    trainer.accelerator.wait_for_everyone()
-    return Run(result, test, decided, trainer.accelerator.unwrap_model(trainer.model))
+    trainer.replica.accelerator.wait_for_everyone()
+    return Run(result, test, decided, trainer.replica.accelerator.unwrap_model(trainer.model))
 
 
 def _shown(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
@@ -113,9 +113,12 @@ def _shown(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str,
     part = next((name for name, rows in held_out.items() if rows is not None), None)
     if part is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
         return None
-    rows = held_out[part].to(trainer.device)
+    rows = held_out[part].to(trainer.replica.device)
     index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS), dtype=torch.float32).long()
-    return part, {"logits": trainer.logits(rows, index), "target": rows.target[index.to(trainer.device)].cpu()}
+    return part, {
+        "logits": trainer.logits(rows, index),
+        "target": rows.target[index.to(rows.target.device)].cpu(),
+    }
 
 
 def _write_record(
