@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from softsieve.kernels import linear_torch
+from softsieve.kernels.cross_entropy import by_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
 from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
 
@@ -282,10 +283,6 @@ def _(
     )
 
 
-def _by_op(hidden: Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(hidden) not in (Tensor, nn.Parameter)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, target, *_ = inputs
     ctx.save_for_backward(hidden, weight, bias, target, *output[1:])
@@ -301,7 +298,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
     call: Callable[..., tuple[Tensor, ...]] = _backward
-    if _by_op(hidden):
+    if by_op(hidden):
         call = backward_op
     elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
         call = _Backward.apply
@@ -344,7 +341,7 @@ def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Saved]:
     """`forward` of (rows, size), (classes, size) and (classes,) or None, with a differentiable loss."""
-    call: Callable[..., Outputs] = forward_op if _by_op(hidden) else _Forward.apply
+    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _Forward.apply
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets))
     loss, *saved = call(*tensors, *options)
     return loss, Saved(*saved)

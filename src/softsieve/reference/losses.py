@@ -11,22 +11,25 @@ from torch import Tensor
 INF = float("inf")
 
 
-def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100) -> Tensor:
-    """Class j is kept when ``p_t - p_j <= delta``, or either is NaN; an ignored row keeps nothing.
+def _lead(logits: Tensor, label: Tensor) -> Tensor:
+    """By how much the label's probability is larger than each class's; NaN where one is."""
+    p = logits.detach().softmax(-1)
+    return p.gather(-1, label.unsqueeze(-1)) - p
 
-    Here and below, a delta that is a tensor has one number for each row.
+
+def _column(delta: float | Tensor, like: Tensor) -> Tensor:
+    """Delta beside logits: a tensor has one number for each row."""
+    return torch.as_tensor(delta, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100) -> Tensor:
+    """Class j is kept when ``p_t - p_j <= delta``; an ignored row keeps nothing.
 
     >>> as_keep_mask(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([1]))
     tensor([[False,  True, False, False]])
     """
-    counted = (target != ignore_index).unsqueeze(-1)
-    label = target.unsqueeze(-1).where(counted, 0)
-    p = logits.detach().softmax(-1)
-    return ~(p.gather(-1, label) - p > _column(delta, p)) & counted
-
-
-def _column(delta: float | Tensor, p: Tensor) -> Tensor:
-    return torch.as_tensor(delta, dtype=p.dtype, device=p.device).unsqueeze(-1)
+    counted = target != ignore_index
+    return (_lead(logits, target.where(counted, 0)) <= _column(delta, logits)) & counted.unsqueeze(-1)
 
 
 def as_cross_entropy(
@@ -45,9 +48,9 @@ def as_cross_entropy(
     """
     counted = target != ignore_index
     label = target.where(counted, 0)
-    keep = as_keep_mask(logits, target, delta=delta, ignore_index=ignore_index)
-    keep.scatter_(-1, label.unsqueeze(-1), True)  # also in ignored rows, whose loss must be a number
-    log_q = logits.masked_fill(~keep, -INF).log_softmax(-1)
+    masked = (_lead(logits, label) > _column(delta, logits)) | ~counted.unsqueeze(-1)  # a NaN is not: it shall be seen
+    masked.scatter_(-1, label.unsqueeze(-1), False)  # also in ignored rows, whose loss must be a number
+    log_q = logits.masked_fill(masked, -INF).log_softmax(-1)
     w = (torch.ones(logits.shape[-1]) if weight is None else weight).to(logits)[label] * counted
     return _reduced(-log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1).where(counted, 0) * w, w, reduction)
 
@@ -68,9 +71,9 @@ def as_stats(
     (tensor([True]), tensor([1]), tensor([False]))
     """
     counted = target != ignore_index
-    kept = as_keep_mask(logits, target, delta=delta, ignore_index=ignore_index).sum(-1)
-    p_t = logits.softmax(-1).gather(-1, target.where(counted, 0).unsqueeze(-1))
-    dense = ~(p_t > _column(delta, p_t)).squeeze(-1) & counted
+    label, margin = target.where(counted, 0), _column(delta, logits)
+    kept = (~(_lead(logits, label) > margin)).sum(-1) * counted
+    dense = ~(logits.softmax(-1).gather(-1, label.unsqueeze(-1)) > margin).squeeze(-1) & counted
     return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0)
 
 
@@ -86,18 +89,10 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, so
 
 
 def linear_as_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    delta: float | Tensor = 0.1,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
+    ignore_index: int = -100, reduction: str = "mean", class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """`as_cross_entropy` of `linear_logits`; a row is weighted by its own weight and by that of its label.
 
     >>> linear_as_cross_entropy(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
@@ -113,15 +108,9 @@ def linear_as_cross_entropy(
 
 
 def linear_as_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    delta: float | Tensor = 0.1,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
+    ignore_index: int = -100, softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`as_stats` of `linear_logits`, and whether no class has a larger logit than the label.
 
     >>> linear_as_stats(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))[-1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.training.checkpoint import restore_run, save_run
+from softsieve.training.checkpoint import RunState, restore_run, save_run
 from softsieve.training.evaluator import Evaluator, Judge
 from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
@@ -21,8 +21,7 @@ from softsieve.training.replica import Replica
 from softsieve.training.rows import Rows
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
-from softsieve.training.state import RunState
-from softsieve.training.steps import EagerSteps, GraphSteps, RowResults, StepRunner
+from softsieve.training.steps import EagerSteps, GraphSteps, RowResults
 
 FRESH = 16  # an epoch is screened in at least so many blocks: what screening showed does not stay true for long
 BLOCK = 4  # batches of rows that a block has at most
@@ -82,15 +81,10 @@ class Trainer:
         self.results = RowResults(len(train), replica.device)
         everything = (self.train,) if self.validation is None else (self.train, self.validation)
         self.evaluator = Evaluator(replica, judge, settings.eval_batch_size, keep=everything)
-        self.steps = self._step_runner()
+        kind = GraphSteps if replica.graphs and settings.merge else EagerSteps
+        self.steps = kind(replica, self.train, self.results, settings)
         self.state = RunState()
         self.rate = 0.0  # the learning rate of the latest step
-
-    def _step_runner(self) -> StepRunner:
-        s, parts = self.settings, (self.replica, self.train, self.results, self.settings.max_grad_norm)
-        if self.replica.graphs and s.merge:
-            return GraphSteps(*parts, s.batch_size)
-        return EagerSteps(*parts, merge=s.merge)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -100,10 +94,6 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
         return self.replica.weights()
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Put back what `weights` returned."""
-        self.replica.load_weights(weights)
 
     def logits(self, rows: Rows, index: Tensor) -> Tensor:
         """Those of a few rows, on the CPU; every process computes all of them."""
@@ -192,23 +182,12 @@ class Trainer:
         finally:
             journal.close()
         replica.load_weights(state.best_weights)
-        return Result(
-            state.best,
-            state.best_step,
-            state.step,
-            state.trained,
-            state.screened,
-            self._solved_share(),
-            state.seconds,
-            state.evaluation_seconds,
-            journal.lines,
-        )
-
-    def _solved_share(self) -> float | None:
-        if not (self.settings.adaptive and isinstance(self.sampler, SolvedSampler)):
-            return None
-        self.report()
-        return float(self.sampler.solved.double().mean())
+        solved = None
+        if s.adaptive and isinstance(self.sampler, SolvedSampler):
+            self.report()
+            solved = float(self.sampler.solved.double().mean())
+        counts = state.best, state.best_step, state.step, state.trained, state.screened
+        return Result(*counts, solved, state.seconds, state.evaluation_seconds, journal.lines)
 
     def _epoch(self, journal: Journal, started: float) -> bool:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""

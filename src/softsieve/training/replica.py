@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,22 +25,8 @@ from softsieve.training.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
 
 
-class RowLosses(NamedTuple):
-    """What a forward pass says of every row of a batch."""
-
-    loss: Tensor  # summed over the labels that count in the row
-    solved: Tensor
-    logits: Tensor
-
-
 class Replica:
-    """The model of this process. All processes take the same decisions; a batch is split among them.
-
-    Args:
-        model: called with the inputs of a batch by name, returns logits.
-        objective: the loss, with ``reduction="none"``.
-        settings: those of the optimizer, of precision and of graphs count here.
-    """
+    """The model of this process. All processes take the same decisions; a batch is split among them."""
 
     def __init__(self, model: nn.Module, objective: Objective, settings: Settings) -> None:
         # A graph must not refer to copies of the weights that autocast made for an earlier call.
@@ -81,8 +67,8 @@ class Replica:
             else:
                 group["lr"] = rate
 
-    def row_losses(self, batch: Batch) -> RowLosses:
-        """Forward pass over a batch; a row of tokens is solved when all that count are."""
+    def row_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and whether it is solved, of every row, and the logits; of tokens summed, and solved when all are."""
         logits, target = self.model(**batch.inputs).float(), batch.target
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
         if tokens:  # flat: as many positions as classes are nothing to warn of
@@ -94,7 +80,7 @@ class Replica:
         if tokens:
             solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
             loss = loss.view(target.shape).sum(-1)
-        return RowLosses(loss, solved, logits)
+        return loss, solved, logits
 
     # -- several processes ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from softsieve._graphs import Graphed
 from softsieve.errors import InputError
 from softsieve.training.replica import Replica
 from softsieve.training.rows import Batch, Rows, count_labels
+from softsieve.training.settings import Settings
 
 
 class RowResults:
@@ -44,30 +46,26 @@ class RowResults:
         return loss, solved
 
 
-class StepRunner(Protocol):
-    """Makes optimizer steps."""
+@dataclass
+class EagerSteps:
+    """Steps on any device, over several processes, in as many passes as there are micro-batches or all in one."""
+
+    replica: Replica
+    rows: Rows
+    results: RowResults
+    settings: Settings
 
     def run(self, index: Tensor, micro_batches: int) -> None:
         """One step over the mean loss of the rows ``index`` (on the CPU), which are so many batches."""
-
-
-class EagerSteps:
-    """Steps on any device, over several processes, in as many passes as there are micro-batches."""
-
-    def __init__(self, replica: Replica, rows: Rows, results: RowResults, max_grad_norm: float, *, merge: bool) -> None:
-        self.replica, self.rows, self.results = replica, rows, results
-        self.max_grad_norm, self.merge = max_grad_norm, merge  # merge: all micro-batches in one pass
-
-    def run(self, index: Tensor, micro_batches: int) -> None:
-        replica = self.replica
-        parts = index.chunk(1 if self.merge else micro_batches)
+        replica, clip = self.replica, self.settings.max_grad_norm
+        parts = index.chunk(1 if self.settings.merge else micro_batches)
         count = count_labels(self.rows.target[index.to(replica.device)])
         for number, part in enumerate(parts, 1):
             waits = number < len(parts)
             with replica.accelerator.no_sync(replica.model) if waits else contextlib.nullcontext():
                 replica.accelerator.backward(self.batch_loss(part, count))
-        if self.max_grad_norm:
-            replica.accelerator.clip_grad_norm_(replica.model.parameters(), self.max_grad_norm)
+        if clip:
+            replica.accelerator.clip_grad_norm_(replica.model.parameters(), clip)
         replica.optimizer.step()
         replica.optimizer.zero_grad()
 
@@ -76,31 +74,23 @@ class EagerSteps:
         replica, results = self.replica, self.results
         mine, weight = replica.share(index)
         loss, solved, _ = replica.row_losses(self.rows.batch(mine))
-        everyone = index.to(replica.device)
-        results.note(
-            everyone,
-            replica.gather(loss.detach().float(), len(index)),
-            replica.gather(solved, len(index)),
-            count,
-        )
+        all_loss, all_solved = (replica.gather(value, len(index)) for value in (loss.detach().float(), solved))
+        results.note(index.to(replica.device), all_loss, all_solved, count)
         weight = weight.to(replica.device) * results.weight[mine.to(replica.device)]
         total: Tensor = (loss * weight).sum() * replica.ranks
         return total / count
 
 
-class GraphSteps:
+class GraphSteps(EagerSteps):
     """Steps on one GPU with everything on the device and nothing that waits for the host; full ones are replayed."""
 
-    def __init__(
-        self, replica: Replica, rows: Rows, results: RowResults, max_grad_norm: float, batch_size: int
-    ) -> None:
-        self.replica, self.rows, self.results = replica, rows, results
-        self.max_grad_norm, self.batch_size = max_grad_norm, batch_size
-        self._graphed = Graphed(self.step)
-
     def run(self, index: Tensor, micro_batches: int) -> None:
-        full = len(index) == micro_batches * self.batch_size
+        full = len(index) == micro_batches * self.settings.batch_size
         (self._graphed if full else self.step)(index=index.to(self.replica.device, non_blocking=True))
+
+    @cached_property
+    def _graphed(self) -> Graphed:
+        return Graphed(self.step)
 
     def step(self, index: Tensor) -> tuple[Tensor, ...]:
         """What is recorded."""
@@ -112,8 +102,8 @@ class GraphSteps:
         count = count_labels(batch.target, weight)
         mean = (loss * weight).sum() / count
         mean.backward()  # type: ignore[no-untyped-call]
-        if self.max_grad_norm:
-            nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.max_grad_norm)
+        if self.settings.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.settings.max_grad_norm)
         optimizer.step()
         self.results.note(index, loss.detach(), solved, count)
         return (solved,)
