@@ -175,7 +175,7 @@ def test_speed_hears_of_the_latest_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 # -- skipping ----------------------------------------------------------------------------------------------------------
 
 
-def test_skipping_trains_fewer_rows_and_counts_looks() -> None:
+def test_skipping_trains_fewer_rows_and_counts_screened_ones() -> None:
     rows, validation = points(400), points(100, seed=1)
     plain = trainer(rows, validation=validation, epochs=8).fit()
     made = trainer(rows, validation=validation, epochs=8, skip="solved", eval_batch_size=64)
@@ -204,14 +204,14 @@ def test_skipping_nothing_is_the_plain_run() -> None:
 
 
 def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With everything looked at in one block, whatever is trained was not solved when the epoch began."""
+    """With everything screened in one block, whatever is trained was not solved when the epoch began."""
     monkeypatch.setattr("softsieve.training.loop.FRESH", 1)
     made = trainer(points(100, noise=0.1), epochs=6, skip="solved", tolerance=0.0, screen_above=0.0)
     model, epochs, waiting = made.model, [-1], []
     step = made._take_step
 
     def watched(index: Tensor, micro_batches: int) -> None:
-        if made.state.epoch not in epochs:  # the weights are those that the look saw
+        if made.state.epoch not in epochs:  # the weights are those that screening saw
             epochs.append(made.state.epoch)
             model.eval()
             with torch.no_grad():
@@ -230,8 +230,8 @@ def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.Monk
     assert result.trained == sum(waiting)
 
 
-def test_looks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look is made more than a sixteenth of the data, or a batch, ahead of training."""
+def test_screening_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is screened more than a sixteenth of the data, or a batch, ahead of training."""
     made = trainer(points(400, noise=0.1), epochs=3, skip="solved", tolerance=0.0, screen_above=0.0)
     sizes = []
     screen = made._screen
@@ -247,8 +247,8 @@ def test_looks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == 3 * 400
 
 
-def test_looks_leave_no_trace() -> None:
-    """Neither dropout nor weights notice that the model was looked at."""
+def test_evaluation_leaves_no_trace() -> None:
+    """Neither dropout nor weights notice that the model was evaluated."""
     made = trainer(points(60), model=Net(dropout=0.5), validation=points(40, seed=1))
     before, state = made.weights(), torch.get_rng_state()
     first, decided = made.evaluate()
