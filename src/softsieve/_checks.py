@@ -217,12 +217,14 @@ def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def each_row(name: str, value: Tensor, target: Tensor) -> None:
-    """Refuse what is not a floating-point number for each label."""
+    """Refuse what is not a constant floating-point number for each label."""
     _floats(name, value, "of the shape of the target")
     if value.shape != target.shape:
         raise ValueError(f"{name}: expected shape {tuple(target.shape)}, one a row, found {tuple(value.shape)}")
     if value.device != target.device:
         raise ValueError(f"{name}: expected device {target.device}, where the target is, found {value.device}")
+    if value.requires_grad:
+        raise ValueError(f"{name}: expected constants, found a tensor that requires a gradient")
 
 
 def margins(delta: object, target: Tensor) -> Tensor:
@@ -233,19 +235,9 @@ def margins(delta: object, target: Tensor) -> Tensor:
             return torch.ones((), dtype=torch.float64, device=target.device) * found
         return torch.full((), found, dtype=torch.float64, device=target.device)
     each_row("delta", delta, target)
-    if delta.requires_grad:
-        raise ValueError("delta: expected constants, found a tensor that requires a gradient")
     if delta.is_cpu and not torch.compiler.is_compiling() and not bool(((delta >= 0) & (delta <= 1)).all()):
         raise ValueError("delta: expected numbers in [0, 1]")
     return delta.reshape(-1)
-
-
-def no_smoothing(value: float) -> None:
-    if number("label_smoothing", value):
-        raise ValueError(
-            f"label_smoothing: expected 0, found {value}: it would give every class a gradient, "
-            "and AS-Softmax is there to avoid that"
-        )
 
 
 # -- linear heads ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from softsieve import LinearASCrossEntropyLoss, LinearASStats, as_cross_entropy, linear_as_cross_entropy
 from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
+from softsieve.kernels.linear_types import Chunk, Layer, Options, Saved, Targets
 from softsieve.reference import losses as reference
 from tests.helpers import IGNORED, default_dtype, distance_to_margin
 
@@ -100,29 +101,12 @@ def decided(case: Case, dtype: torch.dtype, delta: Any = 0.1, *, least: float = 
     return case._replace(target=case.target.where(clear, IGNORED))
 
 
-def truth(
-    case: Case, *, delta: Any = 0.1, ignore_index: int = IGNORED, reduction: str = "mean", biased: bool = True,
-    class_weight: Tensor | None = None, row_weight: Tensor | None = None, softcap: float | None = None,
-    upstream: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def truth(case: Case, *, biased: bool = True, upstream: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
     """Loss and gradients of hidden states, weight and bias, in float64 from all logits."""
-    hidden, weight, bias = (x.clone().requires_grad_() for x in case[:3])
-    case = Case(hidden, weight, bias, case.target)
-    logits = true_logits(case, biased=biased, softcap=softcap)
-    share = (case.target != ignore_index).double()
-    if class_weight is not None:
-        share = share * class_weight.double().cpu()[case.target.where(share > 0, 0)]
-    if row_weight is not None:
-        share = share * row_weight.double().cpu()
-    loss = share * reference.as_cross_entropy(
-        logits, case.target, delta=column(delta), ignore_index=ignore_index, reduction="none"
-    )
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        loss = loss / share.sum().where(share.sum() != 0, 1)
-    wanted = case[:3] if biased else case[:2]
-    return loss.detach(), *torch.autograd.grad(loss, wanted, upstream)
+    hidden, weight, bias = leaves = [x.clone().requires_grad_() for x in case[:3]]
+    exact: dict[str, Any] = {name: x.double().cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+    loss = reference.linear_as_cross_entropy(hidden, weight, case.target, bias=bias if biased else None, **exact)
+    return loss.detach(), *torch.autograd.grad(loss, leaves if biased else leaves[:2], upstream)
 
 
 def check(
@@ -327,12 +311,11 @@ def rows_of_all_kinds() -> tuple[Case, list[str]]:
     ), kinds
 
 
-def forward(case: Case, dtype: torch.dtype, backend: str, **options: Any) -> kernel.Saved:
+def forward(case: Case, dtype: torch.dtype, backend: str, **options: Any) -> Saved:
     """What the kernels save."""
     hidden, weight, _, target = (x.detach() for x in case.arguments(dtype))
     delta = torch.tensor(options.get("delta", DELTA), device=DEVICE)
-    found = kernel.forward(hidden, weight, None, target, delta, None, None, IGNORED, 0.0, "mean", backend, "")
-    return kernel.Saved._make(found[1:])
+    return kernel.forward(Layer(hidden, weight, None, 0.0), Targets(target, delta), Options(backend=backend))[1]
 
 
 @needs_triton
@@ -394,9 +377,8 @@ def test_the_label_is_kept_also_where_backward_rounds_its_logit_down(backend: st
     q = products[0, 1:].softmax(-1).tolist()
     lse, above = products[:, 1:].logsumexp(-1), torch.nextafter(products[:, 1], products[:, 2])
     zero, one = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.ones(1, device=DEVICE)
-    kernel._kernels(backend).differentiate(
-        products, None, 0.0, 0, zero, zero + 1, one, above, zero + 2, lse, torch.zeros_like(lse)
-    )
+    saved = Saved(above, zero + 2, lse, torch.zeros_like(lse), *[one] * 7)
+    kernel.backend_of(backend).differentiate(Chunk(products, None, 0.0, 0), zero, zero + 1, one, saved)
     torch.testing.assert_close(products, torch.tensor([[0, q[0] - 1, q[1]]], device=DEVICE))
 
 
@@ -538,14 +520,14 @@ def test_the_size_of_buffers_does_not_matter(backend: str, monkeypatch: pytest.M
     hidden, weight, bias, target = case.arguments(torch.float32)
     results = []
     chunks: list[list[int]] = []
-    original = kernel.Layer.chunks
+    original = Layer.chunks
 
-    def counted(self: kernel.Layer, budget: int) -> Iterator[tuple[int, Tensor]]:
-        for item in original(self, budget):
-            chunks[-1].append(item[1].shape[1])
-            yield item
+    def counted(self: Layer, budget: int) -> Iterator[Chunk]:
+        for chunk in original(self, budget):
+            chunks[-1].append(chunk.products.shape[1])
+            yield chunk
 
-    monkeypatch.setattr(kernel.Layer, "chunks", counted)
+    monkeypatch.setattr(Layer, "chunks", counted)
     for sizes in ((0, 0, 1 << 12), (1 << 30,) * 3):
         for name, size in zip(("BUFFER", "WORK", "ROWS"), sizes, strict=True):
             monkeypatch.setattr(kernel, name, size)
@@ -581,7 +563,7 @@ def test_only_wanted_gradients_are_made(
     leaves = (hidden, weight, bias)
     for leaf, want in zip(leaves, wanted, strict=True):
         leaf.requires_grad_(bool(want))
-    combined = spy(monkeypatch, kernel._kernels(backend), "combine")
+    combined = spy(monkeypatch, kernel.backend_of(backend), "combine")
     monkeypatch.setattr(kernel, "ROWS", 1 << 30)  # one group of rows
     monkeypatch.setattr(kernel, "WORK", 0)  # chunks of 128 classes
     loss, stats = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend, return_stats=True)
@@ -604,11 +586,11 @@ def test_only_wanted_gradients_are_made(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_solved_rows_are_no_part_of_the_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kinds = rows_of_all_kinds()
-    calls = spy(monkeypatch, kernel._kernels(backend), "differentiate")
+    calls = spy(monkeypatch, kernel.backend_of(backend), "differentiate")
     hidden, weight, _, target = case.arguments(torch.float32)
     linear_as_cross_entropy(hidden, weight, target, delta=DELTA, backend=backend).backward()  # type: ignore[no-untyped-call]
     by_products = (*WIDE, "dense") if backend == "triton" else [kind for kind in kinds if kind != "solved"]
-    assert {row for call in calls for row in call[4].tolist()} == {
+    assert {row for call in calls for row in call[1].tolist()} == {
         row for row, kind in enumerate(kinds) if kind in by_products
     }
 
@@ -760,7 +742,7 @@ def test_the_default_dtype_changes_nothing(backend: str, default: torch.dtype) -
 
 
 def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = spy(monkeypatch, kernel, "_kernels")
+    used = spy(monkeypatch, kernel, "backend_of")
     hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
     linear_as_cross_entropy(hidden, weight, target)
     assert set(used) == {("torch",)}
@@ -840,7 +822,6 @@ H, W, T = torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 2])
         ({"softcap": -1.0}, ValueError, r"^softcap: expected a finite number above 0, found -1"),
         ({"softcap": INF}, ValueError, r"^softcap: expected a finite number above 0, found inf"),
         ({"softcap": "30"}, TypeError, r"^softcap: expected a number, found str"),
-        ({"label_smoothing": 0.1}, ValueError, r"^label_smoothing: expected 0, found 0.1"),
         ({"backend": "cuda"}, ValueError, r"^backend: expected one of 'auto', 'reference', 'torch', 'triton', found"),
         ({"backend": None}, ValueError, r"^backend: expected one of"),
     ],
@@ -986,7 +967,6 @@ def test_state_of_a_module(tmp_path: Any) -> None:
         ({"delta": 1.5}, r"^delta: "),
         ({"reduction": "avg"}, r"^reduction: "),
         ({"backend": "cuda"}, r"^backend: "),
-        ({"label_smoothing": 0.1}, r"^label_smoothing: "),
         ({"softcap": 0.0}, r"^softcap: "),
         ({"ignore_index": 2**63}, r"^ignore_index: "),
     ],

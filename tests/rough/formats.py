@@ -158,7 +158,7 @@ def used(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 @a_format("checkpoint", slow=4)
 def checkpoint(folder: Path) -> Prepared:
-    from softsieve.training.standing import restore
+    from softsieve.training.checkpoint import restore_run
     from tests.training.helpers import Net, points, trainer
 
     def make(output: Path | None) -> Any:
@@ -170,14 +170,14 @@ def checkpoint(folder: Path) -> Prepared:
     made = make(None)
 
     def read(path: Path) -> Any:
-        restore(made, place)
-        before = made.step, made.epoch, {name: float(value.sum()) for name, value in made.weights().items()}
+        restore_run(made, place)
+        before = made.state.step, made.state.epoch, {name: float(value.sum()) for name, value in made.weights().items()}
         made.report()
         made._fill_queue(8)
-        if len(made.queue):
-            made._take_step(made.queue[:8], 1)
+        if len(made.state.queue):
+            made._take_step(made.state.queue[:8], 1)
         try:
-            made.figures()
+            made.results.figures(made.state.step)
         except InputError as error:  # weights beyond reason are said to be
             expect(str(error).startswith("the loss is"), repr(error))
         made.sampler.next_epoch()

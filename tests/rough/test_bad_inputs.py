@@ -265,7 +265,7 @@ LOGITS = {"logits": "tensor", "target": "tensor"}
 LINEAR = {
     "hidden": "factor", "weight": "factor", "target": "tensor", "bias": "factor", **LOSS,
     "class_weight": "factor", "row_weight": "factor", "softcap": "number",
-    "label_smoothing": "number", "backend": "choice", "return_stats": "flag",
+    "backend": "choice", "return_stats": "flag",
 }  # fmt: skip
 HEAD = {
     "weight": "tensor", "bias": "factor", "eps": "number", "delta": "number", "beta": "number",
@@ -408,7 +408,6 @@ ENTRIES: dict[str, Entry] = {
             "bias": "flag",
             "class_weight": "factor",
             "softcap": "number",
-            "label_smoothing": "number",
             "backend": "choice",
             "return_stats": "flag",
         },

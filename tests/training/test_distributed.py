@@ -139,7 +139,7 @@ def outcome(made: Trainer, resume: Path | None = None) -> Found:
         "weights": made.weights(),
         "result": {name: value for name, value in result._asdict().items() if "seconds" not in name},
         "sampler": made.sampler.state_dict(),
-        "sharded": made.sharded,
+        "sharded": made.replica.sharded,
         "decided": made.evaluate()[1] * (made.validation.target != -100),  # elsewhere batches are cut differently
     }
 

@@ -144,8 +144,8 @@ def test_trainer(rows: Rows, options: dict[str, Any]) -> None:
     ends, results = [], []
     for graphs in (False, True):
         made = trainer(rows, validation=kind(45, seed=1), epochs=3, graphs=graphs, **options)
-        assert made.device.type == "cuda"
-        assert made.graphs == graphs
+        assert made.replica.device.type == "cuda"
+        assert made.replica.graphs == graphs
         results.append(made.fit())
         ends.append(made.weights())
     eager, graphed = results

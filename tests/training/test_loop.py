@@ -18,6 +18,7 @@ from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
 from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
+from softsieve.training.steps import GraphSteps
 from tests.helpers import default_dtype
 from tests.training.helpers import CLASSES, Judge, Net, equal_weights, flags, points, tokens, trainer
 
@@ -81,7 +82,7 @@ def test_weight_decay_spares_vectors_and_frozen_weights_stay() -> None:
     model = Net()
     model.body.weight.requires_grad_(False)
     made = trainer(points(40), model=model, weight_decay=0.5)
-    assert [(len(g["params"]), g["weight_decay"]) for g in made.optimizer.param_groups] == [(1, 0.5), (2, 0.0)]
+    assert [(len(g["params"]), g["weight_decay"]) for g in made.replica.optimizer.param_groups] == [(1, 0.5), (2, 0.0)]
     made.fit()
     assert torch.equal(made.weights()["body.weight"], Net().body.weight)
     assert not torch.equal(made.weights()["head.weight"], Net().head.weight)
@@ -155,7 +156,7 @@ def test_speed_hears_of_the_latest_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     def watched_step(index: Tensor, micro_batches: int) -> None:
         take(index, micro_batches)
         windows.append(micro_batches)
-        latest.append((int(made.row_solved[index[-8:]].sum()), len(index[-8:])))
+        latest.append((int(made.results.solved[index[-8:]].sum()), len(index[-8:])))
 
     def watched_update(solved: int, total: int) -> int:
         heard.append((solved, total))
@@ -174,7 +175,7 @@ def test_speed_hears_of_the_latest_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 # -- skipping ----------------------------------------------------------------------------------------------------------
 
 
-def test_skipping_trains_fewer_rows_and_counts_looks() -> None:
+def test_skipping_trains_fewer_rows_and_counts_screened_ones() -> None:
     rows, validation = points(400), points(100, seed=1)
     plain = trainer(rows, validation=validation, epochs=8).fit()
     made = trainer(rows, validation=validation, epochs=8, skip="solved", eval_batch_size=64)
@@ -203,20 +204,20 @@ def test_skipping_nothing_is_the_plain_run() -> None:
 
 
 def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With everything looked at in one block, whatever is trained was not solved when the epoch began."""
+    """With everything screened in one block, whatever is trained was not solved when the epoch began."""
     monkeypatch.setattr("softsieve.training.loop.FRESH", 1)
     made = trainer(points(100, noise=0.1), epochs=6, skip="solved", tolerance=0.0, screen_above=0.0)
     model, epochs, waiting = made.model, [-1], []
     step = made._take_step
 
     def watched(index: Tensor, micro_batches: int) -> None:
-        if made.epoch not in epochs:  # the weights are those that the look saw
-            epochs.append(made.epoch)
+        if made.state.epoch not in epochs:  # the weights are those that screening saw
+            epochs.append(made.state.epoch)
             model.eval()
             with torch.no_grad():
-                solved = made._rows_loss(made.train.batch(torch.arange(100)))[1]
+                solved = made.replica.row_losses(made.train.batch(torch.arange(100)))[1]
             model.train()
-            waiting.append(len(made.queue) + len(index))
+            waiting.append(len(made.state.queue) + len(index))
             assert waiting[-1] == int((~solved).sum())
             assert not solved[index].any()
         step(index, micro_batches)
@@ -229,15 +230,15 @@ def test_screening_takes_out_what_is_solved_and_no_more(monkeypatch: pytest.Monk
     assert result.trained == sum(waiting)
 
 
-def test_looks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look is made more than a sixteenth of the data, or a batch, ahead of training."""
+def test_screening_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is screened more than a sixteenth of the data, or a batch, ahead of training."""
     made = trainer(points(400, noise=0.1), epochs=3, skip="solved", tolerance=0.0, screen_above=0.0)
     sizes = []
     screen = made._screen
 
     def watched(rows: Tensor) -> Tensor:
         sizes.append(len(rows))
-        assert len(made.queue) < made.settings.batch_size
+        assert len(made.state.queue) < made.settings.batch_size
         return screen(rows)
 
     monkeypatch.setattr(made, "_screen", watched)
@@ -246,8 +247,8 @@ def test_looks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == 3 * 400
 
 
-def test_looks_leave_no_trace() -> None:
-    """Neither dropout nor weights notice that the model was looked at."""
+def test_evaluation_leaves_no_trace() -> None:
+    """Neither dropout nor weights notice that the model was evaluated."""
     made = trainer(points(60), model=Net(dropout=0.5), validation=points(40, seed=1))
     before, state = made.weights(), torch.get_rng_state()
     first, decided = made.evaluate()
@@ -268,8 +269,8 @@ def test_sampler_hears_of_every_row() -> None:
         state = made.sampler.state_dict()
         assert (state["seen"][state["plan"]] > 0).all()
         if skip == "no":
-            assert torch.equal(state["seen"] == 1, made.row_solved)
-            assert made.row_solved.any()
+            assert torch.equal(state["seen"] == 1, made.results.solved)
+            assert made.results.solved.any()
 
 
 def test_infobatch_weights_enter_the_loss() -> None:
@@ -281,13 +282,13 @@ def test_infobatch_weights_enter_the_loss() -> None:
     assert made.sampler.weights.max() == 1  # the last epoch visits everything
     for factor in (1.0, 3.0):
         made = trainer(rows, loss="softmax", skip="infobatch", epochs=1, max_grad_norm=0.0, batch_size=100)
-        made.row_weight = torch.full((100,), factor)
-        made._batch_loss(torch.arange(100), torch.tensor(100)).backward()  # type: ignore[no-untyped-call]
+        made.results.weight = torch.full((100,), factor)
+        made.steps.batch_loss(torch.arange(100), torch.tensor(100)).backward()  # type: ignore[no-untyped-call]
         ends.append(made.model.head.weight.grad.clone())
-        assert torch.equal(made.row_loss, F.cross_entropy(made.model(**rows.inputs), rows.target, reduction="none"))
-        shown = made.tally[0].clone()
-        made._whole_step(torch.arange(100))
-        torch.testing.assert_close(made.tally[0], 2 * shown)  # what is logged has no weights, in a graph or not
+        assert torch.equal(made.results.loss, F.cross_entropy(made.model(**rows.inputs), rows.target, reduction="none"))
+        shown = made.results.tally[0].clone()
+        GraphSteps(made.replica, made.train, made.results, made.settings).step(torch.arange(100))
+        torch.testing.assert_close(made.results.tally[0], 2 * shown)  # what is logged has no weights, in a graph or not
     torch.testing.assert_close(3 * ends[0], ends[1])
 
 
@@ -298,8 +299,8 @@ def test_infobatch_uses_the_weights_of_the_epoch(monkeypatch: pytest.MonkeyPatch
 
     def watched(index: Tensor, micro_batches: int) -> None:
         nonlocal different
-        assert torch.equal(made.row_weight, made.sampler.weights)  # type: ignore[union-attr]
-        different += int((made.row_weight != 1).any())
+        assert torch.equal(made.results.weight, made.sampler.weights)  # type: ignore[union-attr]
+        different += int((made.results.weight != 1).any())
         step(index, micro_batches)
 
     monkeypatch.setattr(made, "_take_step", watched)
@@ -313,8 +314,8 @@ def test_infobatch_uses_the_weights_of_the_epoch(monkeypatch: pytest.MonkeyPatch
 
 def test_margin_comes_down() -> None:
     made = trainer(points(80), epochs=2, delta=0.2, initial_delta=0.8, delta_ratio=0.5)
-    assert isinstance(made.objective, ASSoftmax)
-    assert made.objective.delta == 0.8
+    assert isinstance(made.replica.objective, ASSoftmax)
+    assert made.replica.objective.delta == 0.8
     deltas = [line["delta"] for line in made.fit().log]
     assert deltas == pytest.approx([max(0.2, 0.8 - 0.6 * 2 * (step - 0.5) / 20) for step in range(1, 21)])
 
@@ -447,9 +448,9 @@ def test_tokens() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     mean = pytest.approx(float(loss.detach()), rel=1e-5)
     made = trainer(rows, loss="softmax")
-    made._batch_loss(torch.arange(60), (rows.target != -100).sum()).backward()  # type: ignore[no-untyped-call]
+    made.steps.batch_loss(torch.arange(60), (rows.target != -100).sum()).backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(made.model.head.weight.grad, model.head.weight.grad)
-    assert made.figures()[0] == mean
+    assert made.results.figures(0)[0] == mean
     assert trainer(rows, loss="softmax", batch_size=60).fit().log[0]["loss"] == mean
     result = trainer(tokens(150), validation=tokens(30, seed=1), epochs=8, skip="solved").fit()
     assert result.best["accuracy"] > 0.9
@@ -459,8 +460,8 @@ def test_tokens() -> None:
 def test_tokens_are_solved_when_all_that_count_are() -> None:
     made = trainer(tokens(40), delta=0.1)
     rows = made.train
-    _, solved, logits = made._rows_loss(rows.batch(torch.arange(40), cut=False))
-    positions = made.objective(logits, rows.target).solved
+    _, solved, logits = made.replica.row_losses(rows.batch(torch.arange(40), cut=False))
+    positions = made.replica.objective(logits, rows.target).solved
     assert positions is not None
     by_hand = [bool(positions[i][rows.target[i] != -100].all()) for i in range(40)]
     assert solved.tolist() == by_hand

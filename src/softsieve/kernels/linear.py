@@ -18,77 +18,27 @@ and the kept sum those of all classes, after one of the shards' sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from softsieve.kernels import linear_torch
+from softsieve.kernels.cross_entropy import by_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
+from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
 
 BUFFER = 67 << 20  # bytes of logits at a time, forward
-ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 WORK = 116 << 20  # bytes that backward works with, the buffer of logits included
 ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gradient
 TRITON = "triton"
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-
-class Layer(NamedTuple):
-    """What makes logits."""
-
-    hidden: Tensor  # (rows, size)
-    weight: Tensor  # (classes, size)
-    bias: Tensor | None  # (classes,)
-    cap: float  # of logits: cap * tanh(x / cap); 0 for none
-
-    def some(self, rows: Tensor) -> Layer:
-        return self._replace(hidden=self.hidden[rows])
-
-    def chunks(self, budget: int) -> Iterator[tuple[int, Tensor]]:
-        """The products of hidden states and weight, some classes at a time, in one buffer that may be written to."""
-        rows, classes = len(self.hidden), len(self.weight)
-        if self.hidden.is_cpu:
-            budget = min(budget, ON_CPU)
-        step = min(classes, _step(rows, budget // (rows * self.weight.element_size()), self.hidden.device))
-        buffer = self.hidden.new_empty(rows * step)
-        for start in range(0, classes, step):
-            part = self.weight[start : start + step]
-            products = buffer[: rows * len(part)].view(rows, len(part))
-            yield start, torch.mm(self.hidden, part.t(), out=products)
-
-
-def _step(rows: int, most: int, device: torch.device) -> int:
-    """Classes at a time. On a GPU, blocks of 256 x 128 logits are to be a multiple of its processors, if they can."""
-    step = max(128, most - most % 128)
-    if device.type == "cuda":
-        blocks, processors = -(-rows // 256), torch.cuda.get_device_properties(device).multi_processor_count
-        if waves := step // 128 * blocks // processors:
-            step = 128 * max(1, waves * processors // blocks)
-    return step
-
-
-class Saved(NamedTuple):
-    """What forward leaves for backward and for statistics, of every row; 0 in one that is ignored."""
-
-    threshold: Tensor
-    kept: Tensor
-    lse: Tensor
-    norm: Tensor
-    share: Tensor
-    own: Tensor  # logit of the label; -inf if it is not in this shard
-    right: Tensor
-    listed: Tensor
-    classes: Tensor
-    logits: Tensor
-    counts: Tensor  # (2,) on the CPU: rows whose kept classes are not listed, and listed classes with the labels
-
-
-def _kernels(backend: str) -> Any:
-    if backend == TRITON:
+def backend_of(name: str) -> Backend:
+    """The module of that name."""
+    if name == TRITON:
         from softsieve.kernels import linear_triton
 
         return linear_triton
@@ -98,230 +48,159 @@ def _kernels(backend: str) -> Any:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    delta: Tensor,
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    ignore_index: int,
-    cap: float,
-    reduction: str,
-    backend: str,
-    group: str,
-) -> Outputs:
-    """Loss, reduced, and the fields of `Saved`."""
-    exchange = _Exchange(group)
-    first, classes = exchange.place(len(weight), hidden.device)
-    if class_weight is not None and class_weight.shape != (classes,):
+def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, Saved]:
+    """The loss, reduced, and what else is known of every row."""
+    hidden, target = layer.hidden, targets.label
+    shards = _Shards(options.group, len(layer.weight), hidden.device)
+    weights = targets.class_weight
+    if weights is not None and weights.shape != (shards.classes,):
         raise ValueError(
-            f"class_weight: expected shape ({classes},), one for each class of all shards, "
-            f"found {tuple(class_weight.shape)}"
+            f"class_weight: expected shape ({shards.classes},), one for each class of all shards, "
+            f"found {tuple(weights.shape)}"
         )
-    layer, rows = Layer(hidden, weight, bias, cap), len(hidden)
-    if backend != TRITON or hidden.is_cpu:
-        check_labels(target, classes, ignore_index)
-    counted = target != ignore_index
+    if options.backend != TRITON or hidden.is_cpu:
+        check_labels(target, shards.classes, options.ignore_index)
+    counted = target != options.ignore_index
     count = int(counted.sum())
-    label = target - first if first else target
-    if count == rows:
-        loss, saved = _settle(
-            layer, label, delta, class_weight, row_weight, first, classes, reduction, backend, exchange
-        )
-        return loss, *saved
-    loss, saved = _nothing(hidden, reduction, backend)
+    targets = targets._replace(label=shards.own_labels(target))
+    if count == len(hidden):
+        return _forward_counted(layer, targets, options, shards)
+    loss, saved = _forward_ignored(hidden, options)
     if count:
-        chosen = torch.nonzero_static(counted, size=count).squeeze(1)
-        delta = delta[chosen] if delta.ndim else delta
-        row_weight = None if row_weight is None else row_weight[chosen]
-        found, of_rows = _settle(
-            layer.some(chosen), label[chosen], delta, class_weight, row_weight, first, classes, reduction, backend,
-            exchange,
-        )  # fmt: skip
-        for all_rows, own in zip(saved[:-1], of_rows[:-1], strict=True):
-            all_rows[chosen] = own
-        saved = saved._replace(counts=of_rows.counts)
-        if reduction == "none":
-            loss[chosen] = found
+        rows = torch.nonzero_static(counted, size=count).squeeze(1)
+        of_counted, saved_counted = _forward_counted(layer.some(rows), targets.some(rows), options, shards)
+        for value, part in zip(saved[:-1], saved_counted[:-1], strict=True):
+            value[rows] = part
+        saved = saved._replace(counts=saved_counted.counts)
+        if options.reduction == "none":
+            loss[rows] = of_counted
         else:
-            loss = found
-    return loss, *saved
+            loss = of_counted
+    return loss, saved
 
 
-def _nothing(hidden: Tensor, reduction: str, backend: str) -> tuple[Tensor, Saved]:
-    """What forward returns when all rows are ignored."""
-    rows, listed = len(hidden), _kernels(backend).LISTED
+def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
+    """`forward` for rows that are all ignored."""
+    rows, listed = hidden.shape[0], backend_of(options.backend).LISTED
     row = hidden.new_zeros(rows, dtype=accumulation_dtype(hidden))
-    kinds = {"kept": torch.long, "right": torch.bool, "listed": torch.bool, "classes": torch.int32}
+    dtypes = {"kept": torch.long, "right": torch.bool, "listed": torch.bool, "classes": torch.int32}
     shapes = {"classes": (rows, listed), "logits": (rows, listed)}
-    fields = [row.new_zeros(shapes.get(name, (rows,)), dtype=kinds.get(name, row.dtype)) for name in Saved._fields[:-1]]
-    found = Saved._make([*fields, torch.zeros(2, dtype=torch.long)])
-    found.listed.fill_(True)  # there is nothing to list
-    return row if reduction == "none" else row.new_zeros(()), found
+    fields = {name: row.new_zeros(shapes.get(name, (rows,)), dtype=dtypes.get(name)) for name in Saved._fields[:-1]}
+    fields["listed"].fill_(True)  # there is nothing to list
+    saved = Saved(**fields, counts=torch.zeros(2, dtype=torch.long))
+    return row if options.reduction == "none" else row.new_zeros(()), saved
 
 
-def _settle(
-    layer: Layer,
-    label: Tensor,
-    delta: Tensor,
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    first: int,
-    classes: int,
-    reduction: str,
-    backend: str,
-    exchange: _Exchange,
-) -> tuple[Tensor, Saved]:
+def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
-    kernels, rows = _kernels(backend), len(label)
-    top, own = layer.hidden.new_full((2, rows), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
-    total, marks = torch.zeros_like(top), kernels.marks(layer)
-    for start, products in layer.chunks(BUFFER):
-        kernels.scan(products, layer.bias, layer.cap, start, label, top, total, own, marks)
-    del products
-    state = exchange.normaliser(top, total, own)
-    settled, counts = kernels.settle(layer, label, delta, state, marks)
+    backend, label = backend_of(options.backend), targets.label
+    top, own = layer.hidden.new_full((2, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
+    here, marks = Scan(top, torch.zeros_like(top), own), backend.marks(layer)
+    for chunk in layer.chunks(BUFFER):
+        backend.scan(chunk, label, here, marks)
+    del chunk
+    state = shards.scan_of_all(here)
+    settled = backend.settle(layer, targets, state, marks)
     del marks
-    unlisted, wide, entries = counts.tolist()
+    unlisted, wide, entries = settled.counts.tolist()
     if wide:
-        again = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
-        known = label, state[2], *settled[:3]
-        for start, products in layer.some(again).chunks(BUFFER):
-            kernels.sum_kept(products, layer.bias, layer.cap, start, again, *known)
-    settled = exchange.kept(settled)
-    if exchange.group is not None and not kernels.LISTED:  # solved here and not elsewhere: the label has a gradient
+        rows = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
+        for chunk in layer.some(rows).chunks(BUFFER):
+            backend.sum_kept(chunk, rows, label, state.own, settled)
+    settled = shards.kept_of_all(settled)
+    if shards.group is not None and not backend.LISTED:  # solved here and not elsewhere: the label has a gradient
         listed = settled.listed & ~((settled.rivals > 0) & (own > -INF))
         settled, unlisted = settled._replace(listed=listed), int((~listed).sum())
-    loss, kept, lse, norm, share, right = kernels.finish(
-        label, class_weight, row_weight, state, settled, first, classes, reduction
+    loss, kept, lse, norm, share, right = backend.finish(
+        targets, state, settled, shards.first, shards.classes, options.reduction
     )
-    numbers = torch.tensor([unlisted, entries])
-    return loss, Saved(settled.threshold, kept, lse, norm, share, own, right, *settled[3:], numbers)
+    counts = torch.tensor([unlisted, entries])
+    lists = settled.listed, settled.classes, settled.logits
+    return loss, Saved(settled.threshold, kept, lse, norm, share, own, right, *lists, counts)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
 def backward(
-    grad_rows: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    threshold: Tensor,
-    kept: Tensor,
-    lse: Tensor,
-    norm: Tensor,
-    own: Tensor,
-    listed: Tensor,
-    classes: Tensor,
-    logits: Tensor,
-    counts: Tensor,
-    cap: float,
-    backend: str,
-    group: str,
-    wanted: list[bool],
+    factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden states, weight and bias; empty where they are not wanted."""
-    kernels, exchange = _kernels(backend), _Exchange(group)
-    layer = Layer(hidden, weight, bias, cap)
-    first, _ = exchange.place(len(weight), hidden.device)
-    label = target - first if first else target
-    to_hidden, to_weight, to_bias = (
+    """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
+    backend, shards = backend_of(options.backend), _Shards(options.group, len(layer.weight), target.device)
+    label = shards.own_labels(target)
+    grads = [
         torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and want else None
-        for value, want in zip((hidden, weight, bias), wanted, strict=True)
-    )
-    found = kernels.entries(grad_rows, label, kept, listed, own, lse, norm, classes, logits, cap, len(weight))
-    unlisted, entries = counts.tolist()
-    if exchange.group is not None and found is not None:  # a row may be solved here and not elsewhere
-        entries = int((found.keys < found.none).sum())
+        for value, want in zip(layer[:3], wanted, strict=True)
+    ]
+    to_hidden, to_weight, to_bias = grads
+    entries = backend.entries(layer, label, factor, saved)
+    unlisted, count = saved.counts.tolist()
+    if shards.group is not None:  # a row may be solved here and not elsewhere
+        count = int((entries.keys < entries.none).sum())
     if to_hidden is not None:
-        kernels.combine(found, listed, weight, to_hidden)
-    rows = (~listed).nonzero_static(size=unlisted).squeeze(1)
-    _by_products(kernels, layer, rows, (label, grad_rows, threshold, kept, lse, norm), to_hidden, to_weight, to_bias)
-    kernels.spread(found, entries, hidden, to_weight, to_bias)
-    if to_hidden is not None:
-        exchange.add(to_hidden)
-    return tuple(hidden.new_empty(0) if grad is None else grad for grad in (to_hidden, to_weight, to_bias))  # type: ignore[return-value]
-
-
-def _by_products(
-    kernels: Any,
-    layer: Layer,
-    rows: Tensor,
-    known: tuple[Tensor, ...],
-    to_hidden: Tensor | None,
-    to_weight: Tensor | None,
-    to_bias: Tensor | None,
-) -> None:
-    """Gradients of rows in which many classes are kept, some rows at a time; those of the weight are all written."""
-    for grad in (to_weight if not len(rows) else None, to_bias):
+        backend.combine(entries, saved.listed, layer.weight, to_hidden)
+    rows = (~saved.listed).nonzero_static(size=unlisted).squeeze(1)
+    for grad in (None if unlisted else to_weight, to_bias):  # products write the weight's before they add to it
         if grad is not None:
             grad.zero_()
-    if not len(rows):
-        return
     item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
-    groups = -(-len(rows) * layer.hidden.shape[1] * item // ROWS)
-    for number, some in enumerate(rows.chunk(groups)):
-        sums = _of_group(
-            kernels, layer.some(some), (some, *known), to_hidden is not None, to_weight, to_bias, number > 0
+    blocks = -(-unlisted * layer.hidden.shape[1] * item // ROWS)
+    for number, block in enumerate(rows.chunk(blocks) if unlisted else ()):
+        part = layer.some(block)
+        sums = part.hidden.new_zeros(
+            part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
+        for chunk in part.chunks(WORK - part.hidden.nbytes - sums.nbytes):
+            backend.differentiate(chunk, block, label, factor, saved)
+            _add_products(chunk.products, part, chunk.start, sums, to_weight, to_bias, first=number == 0)
         if to_hidden is not None:
-            to_hidden[some] = sums.to(to_hidden.dtype)
-        del sums  # before there are those of the next
+            to_hidden[block] = sums.to(to_hidden.dtype)
+        del part, sums, chunk  # before there are those of the next
+    backend.spread(entries, count, layer.hidden, to_weight, to_bias)
+    if to_hidden is not None:
+        shards.add(to_hidden)
+    to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)
+    return to_hidden, to_weight, to_bias
 
 
-def _of_group(
-    kernels: Any,
-    layer: Layer,
-    known: tuple[Tensor, ...],
-    wanted: bool,
-    to_weight: Tensor | None,
-    to_bias: Tensor | None,
-    more: bool,
-) -> Tensor:
-    """The sums of the hidden states' gradient, if wanted; others are written, or added to what there is."""
-    dtype = accumulation_dtype(layer.hidden)
-    sums = layer.hidden.new_zeros(layer.hidden.shape if wanted else (0,), dtype=dtype)
-    for start, products in layer.chunks(WORK - layer.hidden.nbytes - sums.nbytes):
-        kernels.differentiate(products, layer.bias, layer.cap, start, *known)
-        these = slice(start, start + products.shape[1])
-        if to_weight is not None:
-            if more:
-                to_weight[these].addmm_(products.t(), layer.hidden)
-            else:
-                torch.mm(products.t(), layer.hidden, out=to_weight[these])
-        if to_bias is not None:
-            to_bias[these] += products.sum(0, dtype=dtype).to(to_bias.dtype)
-        if wanted:
-            _add_product(sums, products, layer.weight[these])
-    return sums
-
-
-def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """``sums += left @ right``, the sums in their own dtype."""
-    if left.dtype == sums.dtype:
-        sums.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+def _add_products(
+    gradient: Tensor, layer: Layer, start: int, sums: Tensor, to_weight: Tensor | None, to_bias: Tensor | None,
+    *, first: bool,
+) -> None:  # fmt: skip
+    """Add what a chunk of the logits' gradient gives; the ``first`` block of rows writes the weight's gradient."""
+    classes = slice(start, start + gradient.shape[1])
+    if to_weight is not None:
+        if first:
+            torch.mm(gradient.t(), layer.hidden, out=to_weight[classes])
+        else:
+            to_weight[classes].addmm_(gradient.t(), layer.hidden)
+    if to_bias is not None:
+        to_bias[classes] += gradient.sum(0, dtype=sums.dtype).to(to_bias.dtype)
+    if not sums.numel():
+        return
+    if gradient.dtype == sums.dtype:
+        sums.addmm_(gradient, layer.weight[classes])
+    elif gradient.is_cuda:
+        torch.addmm(sums, gradient, layer.weight[classes], out_dtype=sums.dtype, out=sums)
     else:
-        sums += left @ right
+        sums += gradient @ layer.weight[classes]
 
 
 # -- several shards ----------------------------------------------------------------------------------------------------
 
 
-class _Exchange:
-    """What shards of the weight tell each other; nothing without a group."""
+class _Shards:
+    """The shards of the weight, and what they tell each other; one that has all classes without a group."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, classes: int, device: torch.device) -> None:
         self.group: Any = None
+        self.first, self.classes = 0, classes  # first class of this shard, and number of all classes
         if group:
             from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
             self.group = _resolve_process_group(group)  # type: ignore[arg-type]
+            sizes = self._gather(torch.tensor([classes], device=device)).flatten().tolist()
+            self.first, self.classes = sum(sizes[: dist.get_rank(self.group)]), sum(sizes)
 
     def _gather(self, values: Tensor) -> Tensor:
         """Of all ranks, in order. (ranks, ...)"""
@@ -329,28 +208,25 @@ class _Exchange:
         dist.all_gather(parts, values.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def place(self, classes: int, device: torch.device) -> tuple[int, int]:
-        """The first class of this shard, and the number of all classes."""
-        if self.group is None:
-            return 0, classes
-        sizes = self._gather(torch.tensor([classes], device=device)).flatten().tolist()
-        return sum(sizes[: dist.get_rank(self.group)]), sum(sizes)
+    def own_labels(self, target: Tensor) -> Tensor:
+        """Labels that count from this shard's first class."""
+        return target - self.first if self.first else target
 
-    def normaliser(self, top: Tensor, total: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest logit, mass over e^largest and logit of the label, over all classes."""
+    def scan_of_all(self, state: Scan) -> Scan:
+        """The same over the classes of all shards."""
         if self.group is None:
-            return top, total, own
-        tops, totals, owns = self._gather(torch.stack([top, total, own])).unbind(1)
+            return state
+        tops, totals, owns = self._gather(torch.stack(state)).unbind(1)
         top = tops.amax(0)
         base = top.masked_fill(top == -INF, 0)
-        return top, (totals * (tops - base).exp()).sum(0), owns.amax(0)
+        return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0))
 
-    def kept(self, settled: linear_torch.Settled) -> linear_torch.Settled:
+    def kept_of_all(self, settled: Settled) -> Settled:
         """With the kept classes of all shards."""
         if self.group is None:
             return settled
-        counts, masses = self._gather(torch.stack([settled.rivals.to(settled.mass.dtype), settled.mass])).unbind(1)
-        return settled._replace(rivals=counts.sum(0).to(settled.rivals.dtype), mass=masses.sum(0))
+        counts, odds = self._gather(torch.stack([settled.rivals.to(settled.odds.dtype), settled.odds])).unbind(1)
+        return settled._replace(rivals=counts.sum(0).to(settled.rivals.dtype), odds=odds.sum(0))
 
     def add(self, values: Tensor) -> None:
         if self.group is not None:
@@ -359,45 +235,58 @@ class _Exchange:
 
 # -- two ways there ----------------------------------------------------------------------------------------------------
 #
-# As registered custom ops for compiled graphs and tensor subclasses, by an autograd.Function in eager mode.
+# As registered custom ops for compiled graphs and tensor subclasses, by an autograd.Function in eager mode. Both take
+# tensors and plain values alone, so here, and only here, `Targets`, `Options` and `Saved` are taken apart.
 
-forward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy", forward, mutates_args=())
-backward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy_backward", backward, mutates_args=())
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
+    ignore_index: int, cap: float, reduction: str, backend: str, group: str,
+) -> Outputs:  # fmt: skip
+    targets = Targets(label, delta, class_weight, row_weight)
+    options = Options(ignore_index, cap, reduction, backend, group)
+    loss, saved = forward(Layer(hidden, weight, bias, cap), targets, options)
+    return loss, *saved
+
+
+def _backward(
+    factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, saved: list[Tensor],
+    cap: float, backend: str, group: str, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = Options(cap=cap, backend=backend, group=group)
+    return backward(factor, Layer(hidden, weight, bias, cap), target, Saved(*saved), options, wanted)
+
+
+forward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy", _forward, mutates_args=())
+backward_op = torch.library.custom_op("softsieve::linear_as_cross_entropy_backward", _backward, mutates_args=())
 
 
 @forward_op.register_fake
-def _(hidden: Tensor, *more: Any) -> Outputs:
-    *_, reduction, backend, _ = more
-    rows, listed = hidden.shape[0], _kernels(backend).LISTED
-    row = hidden.new_empty(rows, dtype=accumulation_dtype(hidden))
-    loss = torch.empty_like(row) if reduction == "none" else row.new_empty(())
-    threshold, lse, norm, share, own = (torch.empty_like(row) for _ in range(5))
-    right, whole = (torch.empty_like(row, dtype=torch.bool) for _ in range(2))
-    kept, classes = torch.empty_like(row, dtype=torch.long), row.new_empty((rows, listed), dtype=torch.int32)
-    logits, counts = row.new_empty((rows, listed)), torch.empty(2, dtype=torch.long)
-    return loss, threshold, kept, lse, norm, share, own, right, whole, classes, logits, counts
+def _(hidden: Tensor, *others: Any) -> Outputs:
+    loss, saved = _forward_ignored(hidden, Options(*others[-len(Options._fields) :]))
+    return loss, *saved
 
 
 @backward_op.register_fake
 def _(
-    grad_rows: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *more: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, saved: list[Tensor],
+    cap: float, backend: str, group: str, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return tuple(  # type: ignore[return-value]
         torch.empty_like(value, memory_format=torch.contiguous_format)
         if value is not None and want
         else hidden.new_empty(0)
-        for value, want in zip((hidden, weight, bias), more[-1], strict=True)
+        for value, want in zip((hidden, weight, bias), wanted, strict=True)
     )
 
 
-def _by_op(hidden: Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(hidden) not in (Tensor, nn.Parameter)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, target, *_, cap, _, backend, group = inputs
+    hidden, weight, bias, target, *_ = inputs
     ctx.save_for_backward(hidden, weight, bias, target, *output[1:])
-    ctx.options = cap, backend, group
+    ctx.options = Options(*inputs[-len(Options._fields) :])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -405,17 +294,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
         return (None,) * 12
-    hidden, weight, bias, target, *saved = ctx.saved_tensors
-    threshold, kept, lse, norm, share, own, _, listed, classes, logits, counts = saved
+    hidden, weight, bias, target, *tensors = ctx.saved_tensors
+    saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
-    call: Callable[..., tuple[Tensor, ...]] = backward
-    if _by_op(hidden):
+    call: Callable[..., tuple[Tensor, ...]] = _backward
+    if by_op(hidden):
         call = backward_op
     elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
         call = _Backward.apply
+    options: Options = ctx.options
     grads = call(
-        grad_loss * share, hidden, weight, bias, target, threshold, kept, lse, norm, own, listed, classes, logits,
-        counts, *ctx.options, wanted,
+        grad_loss * saved.share, hidden, weight, bias, target, tensors,
+        options.cap, options.backend, options.group, wanted,
     )  # fmt: skip
     return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 9
 
@@ -436,32 +326,22 @@ backward_op.register_autograd(_refuse, setup_context=_save_nothing)
 
 
 class _Forward(torch.autograd.Function):
-    forward = staticmethod(forward)
+    forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
 
 
 class _Backward(torch.autograd.Function):
-    forward = staticmethod(backward)
+    forward = staticmethod(_backward)
     setup_context = staticmethod(_save_nothing)
     backward = staticmethod(_refuse)
 
 
-def linear_as_cross_entropy(hidden: Tensor, *more: Any) -> Outputs:
-    """The loss, reduced and differentiable, and the fields of `Saved`.
-
-    Args:
-        hidden: (rows, size).
-        weight: (classes, size), of the same dtype.
-        bias: (classes,) or None.
-        target: (rows,), int64.
-        delta: margins in [0, 1], () or (rows,).
-        class_weight, row_weight: (classes,) and (rows,) or None.
-        ignore_index: label of rows that do not count.
-        cap: logits are ``cap * tanh(x / cap)``; 0 for none.
-        reduction: "none", "mean" or "sum".
-        backend: "torch" or "triton".
-        group: name of the process group over which the weight is sharded; empty for none.
-    """
-    found: Outputs = forward_op(hidden, *more) if _by_op(hidden) else _Forward.apply(hidden, *more)  # type: ignore[no-untyped-call]
-    return found
+def linear_as_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
+) -> tuple[Tensor, Saved]:
+    """`forward` of (rows, size), (classes, size) and (classes,) or None, with a differentiable loss."""
+    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _Forward.apply
+    tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets))
+    loss, *saved = call(*tensors, *options)
+    return loss, Saved(*saved)

@@ -1,75 +1,48 @@
-"""Linear layer and AS cross-entropy in one, in plain torch: what is done with logits while they are there.
+"""Linear layer and AS cross-entropy in one, in plain torch: the backend for any device and dtype.
 
-For any device and dtype. `kernels.linear` says what goes in and out.
+`kernels.linear_types.Backend` says what each function does.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
+from softsieve.kernels.linear_types import Chunk, Entries, Finished, Layer, Saved, Scan, Settled, Targets
 
-LISTED = 0  # classes of a row that are listed
-
-
-class Settled(NamedTuple):
-    """What the threshold says of every row."""
-
-    threshold: Tensor
-    rivals: Tensor  # kept classes besides the label
-    mass: Tensor  # of these, over that of the label
-    listed: Tensor  # whether they are those that follow
-    classes: Tensor  # (rows, so many), -1 for none
-    logits: Tensor  # (rows, so many)
+LISTED = 0
 
 
-class Finished(NamedTuple):
-    """The loss, reduced, and what else is known of every row."""
-
-    loss: Tensor
-    kept: Tensor
-    lse: Tensor
-    norm: Tensor  # exp((logit - lse) - norm) is the softmax over the kept classes
-    share: Tensor  # in the loss
-    right: Tensor  # whether no class has a larger logit than the label
-
-
-def _logits(products: Tensor, bias: Tensor | None, cap: float, start: int) -> Tensor:
+def _logits(chunk: Chunk) -> Tensor:
     """In the accumulation dtype; the products themselves where nothing is to be done."""
-    x = products.to(accumulation_dtype(products))
-    if bias is not None:
-        x = x + bias[start : start + x.shape[1]].to(x.dtype)
-    return cap * torch.tanh(x / cap) if cap else x
+    x = chunk.products.to(accumulation_dtype(chunk.products))
+    if chunk.bias is not None:
+        x = x + chunk.bias[chunk.start : chunk.start + x.shape[1]].to(x.dtype)
+    return chunk.cap * torch.tanh(x / chunk.cap) if chunk.cap else x
 
 
-def _here(label: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Rows whose label is in the chunk, and where."""
-    rows = ((label >= start) & (label < start + width)).nonzero().squeeze(1)
-    return rows, label[rows] - start
+def _labels_in(chunk: Chunk, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose label is in the chunk, and its column."""
+    column = label - chunk.start
+    rows = ((column >= 0) & (column < chunk.products.shape[1])).nonzero().squeeze(1)
+    return rows, column[rows]
 
 
-def marks(layer: Any) -> Tensor:
-    """Where `scan` is to keep the largest logit besides the label's."""
-    rows: Tensor = layer.hidden.new_full((len(layer.hidden),), -INF, dtype=accumulation_dtype(layer.hidden))
-    return rows
+def marks(layer: Layer) -> Tensor:
+    """The largest logit besides the label's."""
+    return layer.hidden.new_full((len(layer.hidden),), -INF, dtype=accumulation_dtype(layer.hidden))
 
 
-def scan(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, label: Tensor,
-    top: Tensor, total: Tensor, own: Tensor, rival: Tensor,
-) -> None:  # fmt: skip
-    """Take in a chunk of logits: largest, mass over e^largest, logit of the label, and largest of the others."""
-    x = _logits(products, bias, cap, start)
-    rows, at = _here(label, start, x.shape[1])
+def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
+    """Take in a chunk of logits."""
+    x, (top, total, own) = _logits(chunk), state
+    rows, at = _labels_in(chunk, label)
     own[rows] = x[rows, at]
     x[rows, at] = -INF
     others = x.amax(-1)
     x[rows, at] = own[rows]
-    torch.maximum(rival, others, out=rival)
+    torch.maximum(marks, others, out=marks)
     higher = torch.maximum(top, others)
     higher[rows] = torch.maximum(higher[rows], own[rows])
     base = higher.masked_fill(higher == -INF, 0)
@@ -77,32 +50,30 @@ def scan(
     top.copy_(higher)
 
 
-def settle(layer: Any, label: Tensor, delta: Tensor, state: Sequence[Tensor], rival: Tensor) -> tuple[Settled, Tensor]:
-    """Thresholds; how many rows are not solved, how many of these are not dense, and 0. Nothing is listed here."""
+def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+    """Thresholds. Solved rows are listed, with nothing in their lists; no others are."""
     top, total, own = state
-    ratio = (total.log() - (own - top)).clamp_(min=0).exp_() * delta.to(own.dtype)  # delta / p_t
+    ratio = (total.log() - (own - top)).clamp_(min=0).exp_() * targets.delta.to(own.dtype)  # delta / p_t
     sparse = ratio < 1
     threshold = (own + torch.log1p(-ratio)).masked_fill_(~sparse, -INF)
-    solved = sparse & (rival < threshold)
-    none = own.new_zeros(len(own), 0)
-    settled = Settled(threshold, torch.zeros_like(label), torch.zeros_like(own), solved, none.int(), none)
-    return settled, torch.stack([(~solved).sum(), (sparse & ~solved).sum(), torch.zeros_like(label[0])])
+    solved = sparse & (marks < threshold)
+    rivals, none = torch.zeros_like(targets.label), own.new_zeros(len(own), 0)
+    counts = torch.stack([(~solved).sum(), (sparse & ~solved).sum(), torch.zeros_like(rivals[0])])
+    return Settled(threshold, rivals, torch.zeros_like(own), solved, none.int(), none, counts)
 
 
-def finish(
-    label: Tensor, class_weight: Tensor | None, row_weight: Tensor | None, state: Sequence[Tensor],
-    settled: Settled, first: int, classes: int, reduction: str,
-) -> Finished:  # fmt: skip
-    """Loss, reduced, and kept, lse, norm, share and right of every row. Labels count from ``first``."""
+def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str) -> Finished:
+    """The loss, from the sums over all classes."""
     top, total, own = state
     log_total = total.log()
     lse = top + log_total
     nll = (log_total - (own - top)).clamp_(min=0)
     sparse = settled.threshold > -INF
-    loss = torch.where(sparse, torch.minimum(settled.mass.log1p(), nll), nll)
+    loss = torch.where(sparse, torch.minimum(settled.odds.log1p(), nll), nll)
     norm = (loss - nll).masked_fill_(~sparse, 0) + ((top - lse) + log_total)  # with what lse lost in rounding
     share = torch.ones_like(loss)
-    for weights in (None if class_weight is None else class_weight[label + first], row_weight):
+    of_label = None if targets.class_weight is None else targets.class_weight[targets.label + first]
+    for weights in (of_label, targets.row_weight):
         share = share if weights is None else share * weights.to(share.dtype)
     loss = loss * share
     if reduction != "none":
@@ -115,44 +86,37 @@ def finish(
     return Finished(loss, kept, lse, norm, share, own >= top)
 
 
-def sum_kept(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
-    own: Tensor, threshold: Tensor, count: Tensor, mass: Tensor,
-) -> None:  # fmt: skip
-    """Count the kept classes of a chunk of some rows, without the label, and add up their masses over its."""
-    x = _logits(products, bias, cap, start)
-    here, at = _here(label[rows], start, x.shape[1])
-    keep = x >= threshold[rows, None]
-    keep[here, at] = False
-    count[rows] += keep.sum(-1)
-    mass[rows] += (x - own[rows, None]).exp_().mul_(keep).sum(-1)
+def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
+    """Count the kept classes of a chunk, without the label, and add up their exponentials."""
+    x = _logits(chunk)
+    keep = x >= settled.threshold[rows, None]
+    keep[_labels_in(chunk, label[rows])] = False
+    settled.rivals[rows] += keep.sum(-1)
+    settled.odds[rows] += (x - own[rows, None]).exp_().mul_(keep).sum(-1)
 
 
-def differentiate(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
-    factor: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor,
-) -> None:  # fmt: skip
-    """Put the gradient in the place of a chunk of products of some rows."""
-    x = _logits(products, bias, cap, start)
-    here, at = _here(label[rows], start, x.shape[1])
-    masked = x < threshold[rows, None]
-    masked[here, at] = False  # this product may round the label's logit otherwise than forward's did
-    q = (x - (lse + norm)[rows, None]).exp_().masked_fill_(masked, 0)
-    q[here, at] -= 1
-    q.mul_(factor[rows, None]).masked_fill_(kept[rows, None] <= 1, 0)
-    if cap:
-        q *= 1 - (x / cap).square()
-    products.copy_(q)
+def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+    """Put the gradient in the place of the products."""
+    x, at_label = _logits(chunk), _labels_in(chunk, label[rows])
+    masked = x < saved.threshold[rows, None]
+    masked[at_label] = False  # this product may round the label's logit otherwise than forward's did
+    q = (x - (saved.lse + saved.norm)[rows, None]).exp_().masked_fill_(masked, 0)
+    q[at_label] -= 1
+    q.mul_(factor[rows, None]).masked_fill_(saved.kept[rows, None] <= 1, 0)
+    if chunk.cap:
+        q *= 1 - (x / chunk.cap).square()
+    chunk.products.copy_(q)
 
 
-def entries(*_: Any) -> None:
-    """Nothing is listed."""
+def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+    """None: listed rows have no gradient."""
+    return Entries(saved.logits, saved.classes, len(layer.weight))
 
 
-def combine(found: None, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """0 where hidden states have no gradient, and everywhere else until there is one."""
+def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """0, which is the gradient of listed rows."""
     grad.zero_()
 
 
-def spread(found: None, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
-    """Nothing is listed."""
+def spread(entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Nothing: there are no entries."""

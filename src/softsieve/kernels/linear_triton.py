@@ -1,12 +1,9 @@
-"""Linear layer and AS cross-entropy in one, in Triton: what is done with logits while they are there.
+"""Linear layer and AS cross-entropy in one, in Triton: the backend for fp32 and narrower.
 
-For fp32 and narrower. `kernels.linear` says what goes in and out. Runs under Triton's interpreter too.
+`kernels.linear_types.Backend` says what each function does. Runs under Triton's interpreter too.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
-from softsieve.kernels.linear_torch import Finished, Settled
+from softsieve.kernels.linear_types import Chunk, Entries, Finished, Layer, Saved, Scan, Settled, Targets
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
@@ -50,12 +47,13 @@ def _scan(
     start, width, tiles, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """A row of a chunk: its largest logit, sum of exponentials and label's logit so far, and each tile's largest."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(label + row) - start
     products += row * width
     maxima += row * tiles + start // _TILE
     highest = tl.load(top + row)
-    mass = tl.load(total + row)
+    running = tl.load(total + row)
     for begin in range(0, tl.cdiv(width, _TILE), TILES):
         tile = begin + tl.arange(0, TILES)
         at = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
@@ -68,10 +66,10 @@ def _scan(
         tl.store(maxima + tile, largest.to(maxima.dtype.element_ty), mask=tile * _TILE < width)
         higher = tl.maximum(highest, tl.max(largest, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        mass = mass * tl.exp(highest - base) + tl.sum(tl.sum(tl.exp(x - base), 1), 0)
+        running = running * tl.exp(highest - base) + tl.sum(tl.sum(tl.exp(x - base), 1), 0)
         highest = higher
     tl.store(top + row, highest)
-    tl.store(total + row, mass)
+    tl.store(total + row, running)
     if (t >= 0) & (t < width):  # what is kept of the label's tile is the largest of the others
         at = (t // _TILE) * _TILE + tl.arange(0, _TILE)
         x = tl.load(products + at, mask=at < width, other=0.0)
@@ -85,11 +83,12 @@ def _scan(
 @triton.jit
 def _settle(
     hidden, weight, bias, label, delta, maxima, top, total, own,
-    threshold, count, mass, listed, classes, logits, counts,
+    threshold, rivals, odds, listed, classes, logits, counts,
     size, vocabulary, tiles, delta_stride, cap, slack,
     VISITED: tl.constexpr, LISTED: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A row's threshold. Tiles that reach it are computed again, and the classes they keep listed and added up."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(label + row)
     o = tl.load(own + row)
@@ -97,12 +96,12 @@ def _settle(
     ratio = tl.load(delta + row * delta_stride).to(tl.float32) * tl.exp(nll)  # delta / p_t
     cut = tl.where(ratio < 1.0, o + tl.log(1.0 - ratio), -float("inf"))
     tl.store(threshold + row, cut)
-    found = tl.zeros((), tl.int32)
-    rivals = tl.zeros((), tl.float32)
-    whole = ratio < 1.0
-    # What was stored is rounded: what nearly reaches the threshold is looked at again.
+    kept = tl.zeros((), tl.int32)
+    kept_odds = tl.zeros((), tl.float32)
+    complete = ratio < 1.0
+    # What was stored is rounded: what nearly reaches the threshold is computed again.
     reach = cut - tl.abs(cut) * slack
-    if whole:
+    if complete:
         visits = tl.zeros((), tl.int32)
         lane = tl.arange(0, _TILE)
         for begin in range(0, tiles, TILES):
@@ -126,35 +125,36 @@ def _settle(
                     x = tl.sum(sums, 1).to(weight.dtype.element_ty)  # as the product of matrices rounds
                     x = _logit(x, bias, at, inside, cap, BIASED, CAPPED)
                     keep = (x >= cut) & inside & (at != t)
-                    slot = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+                    slot = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
                     fits = keep & (slot < LISTED)
                     tl.store(classes + row * LISTED + slot, at, mask=fits)
                     tl.store(logits + row * LISTED + slot, x, mask=fits)
-                    rivals += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
-                    found += tl.sum(keep.to(tl.int32), 0)
+                    kept_odds += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
+                    kept += tl.sum(keep.to(tl.int32), 0)
                 waiting = tl.where(waiting == next_tile, tiles, waiting)
                 next_tile = tl.min(waiting, 0)
-        if (visits > VISITED) | (found > LISTED):
-            whole = ratio >= 1.0
-            found = found * 0
-            rivals = rivals * 0.0
+        if (visits > VISITED) | (kept > LISTED):
+            complete = ratio >= 1.0
+            kept = kept * 0
+            kept_odds = kept_odds * 0.0
             tl.atomic_add(counts + 1, 1)
-    tl.store(count + row, found)
-    tl.store(mass + row, rivals)
-    tl.store(listed + row, whole)
-    if whole == 0:
+    tl.store(rivals + row, kept)
+    tl.store(odds + row, kept_odds)
+    tl.store(listed + row, complete)
+    if complete == 0:
         tl.atomic_add(counts, 1)
-    if found > 0:
-        tl.atomic_add(counts + 2, found + 1)
+    if kept > 0:
+        tl.atomic_add(counts + 2, kept + 1)
 
 
 @triton.jit
 def _finish(
-    label, class_weight, row_weight, top, total, own, threshold, count, mass,
+    label, class_weight, row_weight, top, total, own, threshold, rivals, odds,
     loss, kept, lse, norm, share, right,
     rows, first, classes,
     CLASSES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Loss, before it is reduced, and statistics of a block of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     t = tl.load(label + row, mask=inside, other=0) + first
@@ -164,14 +164,14 @@ def _finish(
     o = tl.load(own + row, mask=inside, other=0.0)
     nll = _at_least_0(log_total - (o - highest))
     sparse = tl.load(threshold + row, mask=inside, other=0.0) > -float("inf")
-    own_loss = tl.where(sparse, tl.minimum(_log1p(tl.load(mass + row, mask=inside, other=0.0)), nll), nll)
+    own_loss = tl.where(sparse, tl.minimum(_log1p(tl.load(odds + row, mask=inside, other=0.0)), nll), nll)
     all_log = highest + log_total
     part = tl.full((BLOCK,), 1.0, tl.float32)
     if CLASSES:
         part *= tl.load(class_weight + t, mask=inside & valid, other=0.0).to(tl.float32)
     if ROWS:
         part *= tl.load(row_weight + row, mask=inside, other=0.0).to(tl.float32)
-    many = tl.where(sparse, tl.load(count + row, mask=inside, other=0) + 1, classes)
+    many = tl.where(sparse, tl.load(rivals + row, mask=inside, other=0) + 1, classes)
     tl.store(loss + row, own_loss * part, mask=inside)
     tl.store(kept + row, tl.where(valid, many, -1), mask=inside)  # -1 is told to the reduction, which tells the host
     tl.store(lse + row, all_log, mask=inside)
@@ -183,26 +183,27 @@ def _finish(
 
 @triton.jit
 def _sum_kept(
-    products, bias, rows, label, own, threshold, count, mass,
+    products, bias, rows, label, own, threshold, rivals, odds,
     start, width, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Count the kept classes of a row of a chunk and add up their exponentials over the label's."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line)
     t = tl.load(label + row) - start
     products += line * width
     o, cut = tl.load(own + row), tl.load(threshold + row)
-    kept = tl.load(count + row)
-    rivals = tl.load(mass + row)
+    kept = tl.load(rivals + row)
+    sums = tl.load(odds + row)
     for begin in range(0, width, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(products + at, mask=at < width, other=0.0)
         x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
         keep = (x >= cut) & (at != t) & (at < width)
         kept += tl.sum(keep.to(tl.int32), 0)
-        rivals += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
-    tl.store(count + row, kept)
-    tl.store(mass + row, rivals)
+        sums += tl.sum(tl.where(keep, tl.exp(x - o), 0.0), 0)
+    tl.store(rivals + row, kept)
+    tl.store(odds + row, sums)
 
 
 @triton.jit
@@ -211,6 +212,7 @@ def _differentiate(
     start, width, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Put the gradient in the place of a row of products."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -233,6 +235,7 @@ def _entries(
     cap, none,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of the listed logits of a row, and of the label's."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     last = at == LISTED  # the label
@@ -255,6 +258,7 @@ def _entries(
 def _combine(
     coefficients, keys, listed, weight, grad, size, none, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """The gradient of a listed row's hidden state: its entries times the weights of their classes."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(listed + row) != 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -273,6 +277,7 @@ def _spread(
     coefficients, keys, order, hidden, grad, grad_bias, count, size, none,
     ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Add to the gradient of one class what all entries of that class give, in their order."""
     entry = tl.program_id(0)
     j = tl.load(keys + entry)
     before = tl.load(keys + entry - 1, mask=entry > 0, other=-1)
@@ -300,95 +305,81 @@ def _spread(
                 tl.store(grad_bias + j, alone.to(grad_bias.dtype.element_ty))
 
 
-def _options(bias: Tensor | None, cap: float) -> dict[str, bool]:
-    return {"BIASED": bias is not None, "CAPPED": cap > 0}
+def _logit_options(chunk: Chunk | Layer) -> dict[str, bool]:
+    return {"BIASED": chunk.bias is not None, "CAPPED": chunk.cap > 0}
 
 
 def _block(width: int, most: int) -> int:
     return int(max(TILE, min(triton.next_power_of_2(width), most)))
 
 
-def marks(layer: Any) -> Tensor:
-    """Where `scan` is to keep the largest logit of every tile, without the label's."""
-    found: Tensor = layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
-    return found
+def marks(layer: Layer) -> Tensor:
+    """The largest logit of every tile, without the label's. (rows, tiles)"""
+    return layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
 
 
-def scan(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, label: Tensor,
-    top: Tensor, total: Tensor, own: Tensor, maxima: Tensor,
-) -> None:  # fmt: skip
-    """Take in a chunk of logits: largest, mass over e^largest, logit of the label, and largest of every tile."""
+def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
+    """Take in a chunk of logits."""
+    products, bias, cap, start = chunk
     rows, width = products.shape
     tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 8)
     _scan[(rows,)](
-        products, products if bias is None else bias, label, top, total, own, maxima,
-        start, width, maxima.shape[1], cap, **_options(bias, cap), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
+        products, products if bias is None else bias, label, *state, marks,
+        start, width, marks.shape[1], cap, **_logit_options(chunk), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
         num_warps=2,
     )  # fmt: skip
 
 
-def sum_kept(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
-    own: Tensor, threshold: Tensor, count: Tensor, mass: Tensor,
-) -> None:  # fmt: skip
-    """Count the kept classes of a chunk of some rows, without the label, and add up their masses over its."""
+def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
+    """Count the kept classes of a chunk, without the label, and add up their exponentials."""
+    products, bias, cap, start = chunk
     width = products.shape[1]
     _sum_kept[(len(rows),)](
-        products, products if bias is None else bias, rows, label, own, threshold, count, mass,
-        start, width, cap, **_options(bias, cap), BLOCK=_block(width, 2048), num_warps=4,
+        products, products if bias is None else bias, rows, label, own, *settled[:3],
+        start, width, cap, **_logit_options(chunk), BLOCK=_block(width, 2048), num_warps=4,
     )  # fmt: skip
 
 
-def differentiate(
-    products: Tensor, bias: Tensor | None, cap: float, start: int, rows: Tensor, label: Tensor,
-    factor: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor,
-) -> None:  # fmt: skip
-    """Put the gradient in the place of a chunk of products of some rows."""
+def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+    """Put the gradient in the place of the products."""
+    products, bias, cap, start = chunk
     width = products.shape[1]
     block = _block(width, 2048)
     _differentiate[(len(rows), triton.cdiv(width, block))](
-        products, products if bias is None else bias, rows, label, factor, threshold, kept, lse, norm,
-        start, width, cap, **_options(bias, cap), BLOCK=block, num_warps=4,
+        products, products if bias is None else bias, rows, label, factor, *saved[:4],
+        start, width, cap, **_logit_options(chunk), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-def settle(layer: Any, label: Tensor, delta: Tensor, state: Sequence[Tensor], maxima: Tensor) -> tuple[Settled, Tensor]:
-    """Thresholds, and the kept classes of rows that have few.
-
-    Also three numbers: rows whose kept classes are not listed, those of them that are not dense, and listed classes,
-    with the labels.
-    """
+def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+    """Thresholds, and the kept classes of rows that have few."""
     hidden, weight, bias, cap = layer
     rows, size = hidden.shape
-    threshold, mass = (hidden.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    count = hidden.new_empty(rows, dtype=torch.int32)
+    threshold, odds = (hidden.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    rivals = hidden.new_empty(rows, dtype=torch.int32)
     listed = hidden.new_empty(rows, dtype=torch.bool)
     classes = hidden.new_full((rows, LISTED), -1, dtype=torch.int32)
     logits = hidden.new_empty(rows, LISTED, dtype=torch.float32)
-    counts = hidden.new_zeros(3, dtype=torch.int32)
-    tiles = maxima.shape[1]
+    settled = Settled(threshold, rivals, odds, listed, classes, logits, hidden.new_zeros(3, dtype=torch.int32))
+    tiles = marks.shape[1]
     _settle[(rows,)](
-        hidden, weight, weight if bias is None else bias, label, delta, maxima, *state,
-        threshold, count, mass, listed, classes, logits, counts,
-        size, len(weight), tiles, delta.ndim, cap, torch.finfo(hidden.dtype).eps,
-        VISITED=VISITED, LISTED=LISTED, **_options(bias, cap), TILES=min(triton.next_power_of_2(tiles), 2048),
+        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state, *settled,
+        size, len(weight), tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
+        VISITED=VISITED, LISTED=LISTED, **_logit_options(layer), TILES=min(triton.next_power_of_2(tiles), 2048),
         BLOCK=128, num_warps=8,
     )  # fmt: skip
-    return Settled(threshold, count, mass, listed, classes, logits), counts
+    return settled
 
 
-def finish(
-    label: Tensor, class_weight: Tensor | None, row_weight: Tensor | None, state: Sequence[Tensor],
-    settled: Settled, first: int, classes: int, reduction: str,
-) -> Finished:  # fmt: skip
-    """Loss, reduced, and kept, lse, norm, share and right of every row. Labels count from ``first``."""
+def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str) -> Finished:
+    """The loss, from the sums over all classes."""
+    label, _, class_weight, row_weight = targets
     rows = len(label)
     loss, lse, norm, share = (settled.threshold.new_empty(rows) for _ in range(4))
     kept, right = label.new_empty(rows), label.new_empty(rows, dtype=torch.bool)
     _finish[(triton.cdiv(rows, 256),)](
         label, loss if class_weight is None else class_weight, loss if row_weight is None else row_weight,
-        *state, settled.threshold, settled.rivals, settled.mass, loss, kept, lse, norm, share, right,
+        *state, *settled[:3], loss, kept, lse, norm, share, right,
         rows, first, classes, CLASSES=class_weight is not None, ROWS=row_weight is not None, BLOCK=256,
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
@@ -396,46 +387,36 @@ def finish(
     return Finished(loss, kept, lse, norm, share, right)
 
 
-class Entries(NamedTuple):
-    """The listed classes of all rows, with the label: coefficients of the gradient."""
-
-    coefficients: Tensor  # (rows, LISTED + 1)
-    keys: Tensor  # (rows, LISTED + 1): classes, or ``none``
-    none: int
-
-
-def entries(
-    factor: Tensor, label: Tensor, kept: Tensor, listed: Tensor, own: Tensor, lse: Tensor, norm: Tensor,
-    classes: Tensor, logits: Tensor, cap: float, vocabulary: int,
-) -> Entries:  # fmt: skip
+def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
     """Of rows that have a gradient and whose kept classes are listed."""
-    rows, width = classes.shape
-    found = Entries(logits.new_empty(rows, width + 1), classes.new_empty(rows, width + 1), vocabulary)
+    rows, width = saved.classes.shape
+    made = Entries(saved.logits.new_empty(rows, width + 1), saved.classes.new_empty(rows, width + 1), len(layer.weight))
     _entries[(rows,)](
-        factor, label, kept, listed, own, lse, norm, classes, logits, found.coefficients, found.keys, cap, vocabulary,
-        LISTED=width, CAPPED=cap > 0, WIDTH=triton.next_power_of_2(width + 1), num_warps=1,
+        factor, label, saved.kept, saved.listed, saved.own, saved.lse, saved.norm, saved.classes, saved.logits,
+        made.coefficients, made.keys, layer.cap, made.none,
+        LISTED=width, CAPPED=layer.cap > 0, WIDTH=triton.next_power_of_2(width + 1), num_warps=1,
     )  # fmt: skip
-    return found
+    return made
 
 
-def combine(found: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """Gradients of hidden states whose kept classes are listed; others are left alone."""
+def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Gradients of the hidden states of listed rows; others are left alone."""
     rows, size = grad.shape
     block = _block(size, 1024)
     _combine[(rows, triton.cdiv(size, block))](
-        found.coefficients, found.keys, listed, weight, grad, size, found.none,
-        ENTRIES=found.keys.shape[1], BLOCK=block, num_warps=4,
+        entries.coefficients, entries.keys, listed, weight, grad, size, entries.none,
+        ENTRIES=entries.keys.shape[1], BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-def spread(found: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
-    """Add to the gradients of weight and bias what is listed, one class after the other: no atomics."""
+def spread(entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Add to the gradients of weight and bias what is listed."""
     if count:
-        keys, order = found.keys.flatten().sort(stable=True)
+        keys, order = entries.keys.flatten().sort(stable=True)
         size = hidden.shape[1]
         block = _block(size, 512)
         _spread[(count, triton.cdiv(size, block))](
-            found.coefficients, keys, order, hidden, hidden if grad is None else grad,
-            hidden if grad_bias is None else grad_bias, count, size, found.none, ENTRIES=found.keys.shape[1],
+            entries.coefficients, keys, order, hidden, hidden if grad is None else grad,
+            hidden if grad_bias is None else grad_bias, count, size, entries.none, ENTRIES=entries.keys.shape[1],
             WEIGHTED=grad is not None, BIASED=grad_bias is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip

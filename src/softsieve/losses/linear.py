@@ -7,13 +7,13 @@ import os
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softsieve import _checks
+from softsieve import _checks, reference
 from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
-from softsieve.kernels.cross_entropy_torch import accumulation_dtype, check_labels
+from softsieve.kernels.cross_entropy_torch import check_labels
+from softsieve.kernels.linear_types import Options, Targets
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
@@ -58,44 +58,47 @@ def _reason_against(backend: str, hidden: Tensor, group: Any) -> str | None:
     return None
 
 
+def _choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
+    if backend == "auto":
+        return "triton" if hidden.is_cuda and _reason_against("triton", hidden, group) is None else "torch"
+    if (reason := _reason_against(backend, hidden, group)) is not None:
+        raise ValueError(f"backend: {backend!r} cannot serve: {reason}")
+    return backend
+
+
+def _check_options(ignore_index: int, reduction: str, backend: str) -> None:
+    _checks.ignore_index(ignore_index)
+    _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+    _checks.choice("backend", backend, BACKENDS)
+
+
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ...,
     return_stats: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ...,
     return_stats: Literal[True],
 ) -> tuple[Tensor, LinearASStats]: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., label_smoothing: float = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ...,
     return_stats: bool,
 ) -> Tensor | tuple[Tensor, LinearASStats]: ...  # fmt: skip
 def linear_as_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    delta: float | Tensor = 0.1,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    backend: str = "auto",
-    group: Any = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
+    ignore_index: int = -100, reduction: str = "mean", class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None, softcap: float | None = None, backend: str = "auto", group: Any = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, LinearASStats]:
+) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     r"""AS cross-entropy of ``hidden @ weight.T + bias``, without ever holding the logits.
 
     Computes::
@@ -116,7 +119,6 @@ def linear_as_cross_entropy(
         class_weight: weight of each class; a row is weighted by that of its target.
         row_weight: weight of each row; both kinds are multiplied.
         softcap: logits are ``softcap * tanh(x / softcap)``, as in Gemma 2; None for none.
-        label_smoothing: refused unless 0: it would give every class a gradient again.
         backend: ``"reference"`` (plain torch, holds the logits), ``"torch"`` (some classes at a time, any device),
             ``"triton"`` (GPU), or ``"auto"``: the last that can serve.
         group: process group of `torch.distributed` over whose ranks the rows of the weight are sharded, in order.
@@ -149,85 +151,53 @@ def linear_as_cross_entropy(
     """
     _checks.linear_layer(hidden, weight, bias)
     _checks.target(target, hidden, name="hidden states")
-    _checks.ignore_index(ignore_index)
-    _checks.choice("reduction", reduction, _checks.REDUCTIONS)
-    _checks.choice("backend", backend, BACKENDS)
-    _checks.no_smoothing(label_smoothing)
+    _check_options(ignore_index, reduction, backend)
     cap = 0.0 if softcap is None else _checks.positive("softcap", softcap)
     margins = _checks.margins(delta, target)
     if row_weight is not None:
         _checks.each_row("row_weight", row_weight, target)
-        if row_weight.requires_grad:
-            raise ValueError("row_weight: expected constants, found a tensor that requires a gradient")
         row_weight = row_weight.reshape(-1)
     _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
-    if backend == "auto":
-        backend = "triton" if hidden.is_cuda and _reason_against("triton", hidden, group) is None else "torch"
-    elif (reason := _reason_against(backend, hidden, group)) is not None:
-        raise ValueError(f"backend: {backend!r} cannot serve: {reason}")
+    name = "" if group is None else group.group_name
+    options = Options(ignore_index, cap, reduction, _choose_backend(backend, hidden, group), name)
 
     dtype, kind = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
-    rows, label = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
-    if backend == "reference":
-        loss, threshold, kept, lse, right = _plainly(
-            rows, weight, bias, label, margins, class_weight, row_weight, ignore_index, cap, reduction
-        )
-    else:
-        name = "" if group is None else group.group_name
-        others = weight, bias, label, margins, class_weight, row_weight
-        loss, threshold, kept, lse, _, _, _, right, *_ = kernel.linear_as_cross_entropy(
-            rows.contiguous(), *(x if x is None else x.contiguous() for x in others), ignore_index, cap, reduction,
-            backend, name,
-        )  # fmt: skip
+    targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
+    compute = _reference if options.backend == "reference" else _without_logits
+    loss, stats = compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
     if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
+    return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
+
+
+def _without_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
+) -> tuple[Tensor, LinearASStats | None]:
+    loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
     if not return_stats:
-        return loss
-    stats = LinearASStats(kept == 1, kept, (threshold == -math.inf) & (kept > 0), lse, right)
-    return loss, LinearASStats(*(s.view(target.shape) for s in stats))
+        return loss, None
+    kept, dense = saved.kept, (saved.threshold == -math.inf) & (saved.kept > 0)
+    return loss, LinearASStats(kept == 1, kept, dense, saved.lse, saved.right)
 
 
-def _plainly(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    delta: Tensor,
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    ignore_index: int,
-    cap: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, threshold, kept, lse and whether right, from all logits at once, by the formulas."""
-    label, counted = check_labels(target, len(weight), ignore_index)
-    logits = F.linear(hidden, weight).to(accumulation_dtype(hidden))
-    if bias is not None:
-        logits = logits + bias
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    p, margin = logits.detach().softmax(-1), delta.to(logits.dtype).reshape(-1, 1)
-    p_t = p.gather(1, label[:, None])
-    keep = ~(p_t - p > margin) & counted[:, None]  # where there is a NaN, everything
-    keep.scatter_(1, label[:, None], True)
-    loss = F.cross_entropy(logits.masked_fill(~keep, -math.inf), label, reduction="none").where(counted, 0)
-    share = counted.to(logits.dtype)
-    for weights in (None if class_weight is None else class_weight[label], row_weight):
-        share = share if weights is None else share * weights
-    loss = loss * share
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        total = share.sum()
-        loss = loss / total.masked_fill(total == 0, 1)
-    dense = ~(p_t > margin).squeeze(1) & counted
-    right = (logits.gather(1, label[:, None]).squeeze(1) >= logits.amax(-1)) & counted
-    threshold = torch.zeros_like(share).masked_fill(dense, -math.inf)
-    return loss, threshold, keep.sum(-1) * counted, logits.detach().logsumexp(-1).where(counted, 0), right
+def _reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
+) -> tuple[Tensor, LinearASStats | None]:
+    label, delta, class_weight, row_weight = targets
+    check_labels(label, len(weight), options.ignore_index)
+    shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}
+    shared["softcap"] = options.cap or None
+    loss = reference.linear_as_cross_entropy(
+        hidden, weight, label, **shared, reduction=options.reduction, class_weight=class_weight, row_weight=row_weight
+    )
+    if not return_stats:
+        return loss, None
+    with torch.no_grad():
+        return loss, LinearASStats(*reference.linear_as_stats(hidden, weight, label, **shared))
 
 
 class LinearASCrossEntropyLoss(nn.Module):
@@ -242,7 +212,7 @@ class LinearASCrossEntropyLoss(nn.Module):
         delta: margin in [0, 1]. May be changed while training.
         bias: whether the layer has one.
         class_weight: weight of each class, ``(C,)``; moves with the module.
-        ignore_index, reduction, softcap, label_smoothing, backend, return_stats: as there.
+        ignore_index, reduction, softcap, backend, return_stats: as there.
         device, dtype: of the parameters.
 
     Shape:
@@ -269,7 +239,6 @@ class LinearASCrossEntropyLoss(nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
         softcap: float | None = None,
-        label_smoothing: float = 0.0,
         backend: str = "auto",
         return_stats: bool = False,
         device: torch.device | str | None = None,
@@ -281,10 +250,7 @@ class LinearASCrossEntropyLoss(nn.Module):
         layer = nn.Linear(in_features, num_classes, bias, device, dtype)
         self.weight, self.bias = layer.weight, layer.bias
         self.delta = _checks.number("delta", delta, 0, 1)
-        _checks.ignore_index(ignore_index)
-        _checks.choice("reduction", reduction, _checks.REDUCTIONS)
-        _checks.choice("backend", backend, BACKENDS)
-        _checks.no_smoothing(label_smoothing)
+        _check_options(ignore_index, reduction, backend)
         self.register_buffer("class_weight", class_weight)
         self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
         self.ignore_index = ignore_index

@@ -3,6 +3,22 @@
 They follow the formulas word for word, in whatever dtype they are given (float64 for truth), and check nothing.
 """
 
-from softsieve.reference.losses import as_cross_entropy, as_keep_mask, as_multilabel_loss, as_stats, delta_table
+from softsieve.reference.losses import (
+    as_cross_entropy,
+    as_keep_mask,
+    as_multilabel_loss,
+    as_stats,
+    delta_table,
+    linear_as_cross_entropy,
+    linear_as_stats,
+)
 
-__all__ = ["as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "as_stats", "delta_table"]
+__all__ = [
+    "as_cross_entropy",
+    "as_keep_mask",
+    "as_multilabel_loss",
+    "as_stats",
+    "delta_table",
+    "linear_as_cross_entropy",
+    "linear_as_stats",
+]

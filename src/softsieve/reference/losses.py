@@ -5,28 +5,38 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 INF = float("inf")
 
 
-def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
+def _lead(logits: Tensor, label: Tensor) -> Tensor:
+    """By how much the label's probability is larger than each class's; NaN where one is."""
+    p = logits.detach().softmax(-1)
+    return p.gather(-1, label.unsqueeze(-1)) - p
+
+
+def _column(delta: float | Tensor, like: Tensor) -> Tensor:
+    """Delta beside logits: a tensor has one number for each row."""
+    return torch.as_tensor(delta, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100) -> Tensor:
     """Class j is kept when ``p_t - p_j <= delta``; an ignored row keeps nothing.
 
     >>> as_keep_mask(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([1]))
     tensor([[False,  True, False, False]])
     """
-    counted = (target != ignore_index).unsqueeze(-1)
-    label = target.unsqueeze(-1).where(counted, 0)
-    p = logits.detach().softmax(-1)
-    return (p.gather(-1, label) - p <= delta) & counted
+    counted = target != ignore_index
+    return (_lead(logits, target.where(counted, 0)) <= _column(delta, logits)) & counted.unsqueeze(-1)
 
 
 def as_cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    delta: float = 0.1,
+    delta: float | Tensor = 0.1,
     ignore_index: int = -100,
     reduction: str = "mean",
     weight: Tensor | None = None,
@@ -38,17 +48,22 @@ def as_cross_entropy(
     """
     counted = target != ignore_index
     label = target.where(counted, 0)
-    keep = as_keep_mask(logits, label, delta=delta, ignore_index=-1)  # -1: none of these labels
-    log_q = logits.masked_fill(~keep, -INF).log_softmax(-1)
+    masked = (_lead(logits, label) > _column(delta, logits)) | ~counted.unsqueeze(-1)  # a NaN is not: it shall be seen
+    masked.scatter_(-1, label.unsqueeze(-1), False)  # also in ignored rows, whose loss must be a number
+    log_q = logits.masked_fill(masked, -INF).log_softmax(-1)
     w = (torch.ones(logits.shape[-1]) if weight is None else weight).to(logits)[label] * counted
-    loss = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1).where(counted, 0) * w
+    return _reduced(-log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1).where(counted, 0) * w, w, reduction)
+
+
+def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
+    """The weighted losses themselves, their sum, or that over the sum of the weights; 0 if there is none."""
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / w.sum().where(w.sum() != 0, 1)
+    return loss.sum() if reduction == "sum" else loss.sum() / weights.sum().where(weights.sum() != 0, 1)
 
 
 def as_stats(
-    logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100
+    logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solved, kept, dense and lse, all zero in ignored rows.
 
@@ -56,9 +71,55 @@ def as_stats(
     (tensor([True]), tensor([1]), tensor([False]))
     """
     counted = target != ignore_index
-    kept = as_keep_mask(logits, target, delta=delta, ignore_index=ignore_index).sum(-1)
-    p_t = logits.softmax(-1).gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
-    return kept == 1, kept, (p_t <= delta) & counted, logits.logsumexp(-1) * counted
+    label, margin = target.where(counted, 0), _column(delta, logits)
+    kept = (~(_lead(logits, label) > margin)).sum(-1) * counted
+    dense = ~(logits.softmax(-1).gather(-1, label.unsqueeze(-1)) > margin).squeeze(-1) & counted
+    return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0)
+
+
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    """``hidden @ weight.T + bias`` in float32 or wider, as ``softcap * tanh(x / softcap)`` with a softcap.
+
+    >>> linear_logits(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]), softcap=1.0)
+    tensor([[1.0000, 0.7616]])
+    """
+    logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = logits if bias is None else logits + bias
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def linear_as_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
+    ignore_index: int = -100, reduction: str = "mean", class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`as_cross_entropy` of `linear_logits`; a row is weighted by its own weight and by that of its label.
+
+    >>> linear_as_cross_entropy(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+    tensor(0.6566)
+    """
+    logits = linear_logits(hidden, weight, bias, softcap)
+    loss = as_cross_entropy(logits, target, delta=delta, ignore_index=ignore_index, reduction="none")
+    counted = target != ignore_index
+    share = counted.to(logits.dtype)
+    for weights in (None if class_weight is None else class_weight[target.where(counted, 0)], row_weight):
+        share = share if weights is None else share * weights
+    return _reduced(loss * share, share, reduction)
+
+
+def linear_as_stats(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
+    ignore_index: int = -100, softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`as_stats` of `linear_logits`, and whether no class has a larger logit than the label.
+
+    >>> linear_as_stats(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))[-1]
+    tensor([ True, False])
+    """
+    logits, counted = linear_logits(hidden, weight, bias, softcap), target != ignore_index
+    own = logits.gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
+    right = (own >= logits.amax(-1)) & counted
+    return *as_stats(logits, target, delta=delta, ignore_index=ignore_index), right
 
 
 def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, reduction: str = "mean") -> Tensor:

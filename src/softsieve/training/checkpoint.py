@@ -1,23 +1,29 @@
-"""Checkpoints: folders of safetensors and JSON that are either there as a whole or not at all."""
+"""Checkpoints: folders of safetensors and JSON that are either there as a whole or not at all, and what they hold."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from softsieve import _digests
+from softsieve import _checks, _digests
 from softsieve._files import remove_folder, replacing_folder, sweep
 from softsieve._safetensors import read_tensors
-from softsieve.errors import InputError
+from softsieve.errors import InputError, first_line, shown
+
+if TYPE_CHECKING:
+    from softsieve.training.loop import Trainer
 
 FORMAT = 1
+FREE = ("save_steps", "save_total_limit", "logging_steps")  # settings that may differ when a run is resumed
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DIGEST = "digest"  # of the rest of a state
 
@@ -37,8 +43,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tensors by name in one safetensors file; those that share memory are written once each."""
-    held = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
-    save_file(held, path, _digests.noted(held))
+    copies = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    save_file(copies, path, _digests.noted(copies))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -65,9 +71,9 @@ def save_checkpoint(
     folder = output / f"checkpoint-{step}"
     sweep(output, _NAME.pattern)
     write_folder(folder, fill)
-    found = checkpoints(output)
-    after = found.index(folder) + 1
-    for old in found[: max(0, after - keep)] + found[after:]:
+    everything = checkpoints(output)
+    after = everything.index(folder) + 1
+    for old in everything[: max(0, after - keep)] + everything[after:]:
         remove_folder(old)
     return folder
 
@@ -93,8 +99,8 @@ def _digest(state: dict[str, Any]) -> int:
 
 def checkpoints(output: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    found = [(int(m[1]), path) for path in output.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    steps = {path: _NAME.fullmatch(path.name) for path in output.glob("checkpoint-*")}
+    return [path for _, path in sorted((int(match[1]), path) for path, match in steps.items() if match)]
 
 
 def check_same(path: Path, name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -110,3 +116,182 @@ def check_same(path: Path, name: str, found: Mapping[str, Tensor], expected: Map
         )
         if here != there:
             raise InputError(f"{path}: not a {name} of this model: {key} is {there}, expected {here}")
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def _no_rows() -> Tensor:
+    return torch.empty(0, dtype=torch.long)
+
+
+@dataclass
+class RunState:
+    """What changes while a run goes on. Model, optimizer, sampler and generators have states of their own."""
+
+    epoch: int = 0
+    in_epoch: bool = False
+    step: int = 0  # optimizer steps
+    position: int = 0  # in the sampler's plan of this epoch
+    trained: int = 0  # rows that went forward and backward
+    screened: int = 0  # rows that went forward only
+    best_step: int = 0
+    stale: int = 0  # evaluations since the best one
+    lines: int = 0  # of the log, when the checkpoint was written
+    seconds: float = 0.0  # of training and evaluation
+    evaluation_seconds: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)  # the evaluation of the best weights
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    queue: Tensor = field(default_factory=_no_rows)  # rows of the plan before `position` that wait for a batch
+    unreported: list[Tensor] = field(default_factory=list)  # rows trained since the sampler was told of any
+
+    def unreported_rows(self) -> Tensor:
+        return torch.cat([*self.unreported, _no_rows()])
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields that are single numbers, which a checkpoint has as JSON."""
+        return {name: getattr(self, name) for name in NUMBERS}
+
+    @classmethod
+    def from_checkpoint(
+        cls, state: dict[str, Any], files: dict[str, dict[str, Tensor]], *, epochs: int, rows: int
+    ) -> RunState:
+        """What `save_run` wrote, checked.
+
+        Raises:
+            KeyError, TypeError, ValueError: naming what is missing or cannot be of a run of so many epochs and rows.
+        """
+        for name, default in NUMBERS.items():
+            if isinstance(default, bool):
+                if not isinstance(state[name], bool):
+                    raise TypeError(f"{name}: expected true or false, found {type(state[name]).__name__}")
+            elif isinstance(default, float):
+                _checks.number(name, state[name], 0, 1e30)
+            else:
+                _checks.whole_number(name, state[name], 0, epochs if name == "epoch" else 2**62)
+        if not all(type(value) in (int, float) for value in state["best"].values()):
+            raise TypeError(f"best: expected numbers, found {shown(state['best'])}")
+        waiting = {name: files["queue"][name] for name in ("queue", "unreported")}
+        for name, value in waiting.items():
+            _checks.saved(name, value, _no_rows(), high=rows - 1, sized=False)
+        return cls(
+            **{name: state[name] for name in NUMBERS},
+            best=state["best"],
+            best_weights=files.get("best", {}),
+            queue=waiting["queue"],
+            unreported=[waiting["unreported"]],
+        )
+
+
+NUMBERS: dict[str, Any] = {entry.name: entry.default for entry in fields(RunState) if entry.default is not MISSING}
+
+
+def save_run(trainer: Trainer) -> None:
+    """Write a checkpoint of a run, on the main process; all of them take part in collecting it."""
+    run, replica, results = trainer.state, trainer.replica, trainer.results
+    results.figures(run.step)  # refuses a loss that is not finite
+    sampler = trainer.sampler.state_dict()
+    # Kept aside, not reported now: what the sampler decides should not depend on when checkpoints are written.
+    unreported = run.unreported_rows()
+    rows = unreported.to(replica.device)
+    scaler = replica.accelerator.scaler
+    state = {
+        "settings": trainer.settings.asdict(),
+        "rows": len(trainer.train),
+        "ranks": replica.ranks,
+        "data": trainer.fingerprint,
+        "sampler": {name: value for name, value in sampler.items() if not isinstance(value, Tensor)},
+        "speed": trainer.speed.state_dict(),
+        "delta": getattr(replica.objective, "delta", None),
+        "best": run.best,
+        "scaler": None if scaler is None else scaler.state_dict(),
+        **run.numbers(),
+    }
+    files = {
+        "model": replica.weights(),
+        "best": run.best_weights,
+        "optimizer": replica.optimizer_tensors(),
+        "sampler": {name: value for name, value in sampler.items() if isinstance(value, Tensor)},
+        "random": replica.random_states(),
+        "queue": {
+            "queue": run.queue,
+            "unreported": unreported,
+            "solved": results.solved[rows],
+            "loss": results.loss[rows],
+        },
+    }
+    if replica.is_main and trainer.output is not None:
+        save_checkpoint(trainer.output, run.step, state, files, keep=trainer.settings.save_total_limit)
+    replica.accelerator.wait_for_everyone()
+
+
+def restore_run(trainer: Trainer, folder: Path) -> None:
+    """Go on where a checkpoint was written.
+
+    Raises:
+        InputError: when it cannot be read or belongs to another model, other data or other settings.
+    """
+    state, files = load_checkpoint(folder)
+    replica, results = trainer.replica, trainer.results
+    try:
+        _check_same_run(trainer, folder, state)
+        _check_tensors(trainer, folder, state, files)
+        run = RunState.from_checkpoint(state, files, epochs=trainer.settings.epochs, rows=len(trainer.train))
+        replica.load_weights(files["model"])
+        replica.load_optimizer_tensors(files["optimizer"])
+        trainer.sampler.load_state_dict({**state["sampler"], **files["sampler"]})
+        trainer.speed.load_state_dict(state["speed"])
+        if state["delta"] is not None:
+            replica.objective.delta = state["delta"]  # type: ignore[attr-defined]
+        if replica.accelerator.scaler is not None and state["scaler"] is not None:
+            replica.accelerator.scaler.load_state_dict(state["scaler"])
+        trainer.state = run
+        rows = run.unreported_rows().to(replica.device)
+        results.solved[rows] = files["queue"]["solved"].to(replica.device)
+        results.loss[rows] = files["queue"]["loss"].to(replica.device)
+        replica.load_random_states(files["random"])
+    except KeyError as error:
+        raise InputError(f"{folder}: incomplete checkpoint: {error} is missing") from error
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{folder}: broken checkpoint: {first_line(error)}") from error
+
+
+def _check_same_run(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another run."""
+    for name, here in {"rows": len(trainer.train), "ranks": trainer.replica.ranks}.items():
+        if state[name] != here:
+            raise InputError(f"{folder}: made with {shown(state[name])} {name}, this run has {here}")
+    if state["data"] != trainer.fingerprint:
+        raise InputError(f"{folder}: made with other training data")
+    for name, here in trainer.settings.asdict().items():
+        if name not in FREE and state["settings"].get(name) != here:
+            raise InputError(f"{folder}: made with {name}={shown(state['settings'].get(name))}, this run has {here!r}")
+
+
+def _check_tensors(trainer: Trainer, folder: Path, state: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> None:
+    """Refuse tensors that cannot be of this run, before anything is changed.
+
+    Raises:
+        InputError, KeyError, TypeError, ValueError: naming what was found.
+    """
+    replica, weights = trainer.replica, trainer.replica.weights()
+    if not replica.sharded or replica.is_main:
+        check_same(folder / "model.safetensors", "checkpoint", files["model"], weights)
+    if state["delta"] is not None:
+        _checks.number("delta", state["delta"], 0, 1)
+    queue, count = files["queue"], len(files["queue"]["unreported"])
+    _checks.saved("solved", queue["solved"], torch.empty(count, dtype=torch.bool), high=1)
+    if queue["loss"].shape != (count,) or not queue["loss"].is_floating_point():
+        raise ValueError(f"loss: expected one number a row of {count}, found shape {tuple(queue['loss'].shape)}")
+    _checks.saved("cpu", files["random"]["cpu"], torch.get_rng_state().expand(replica.ranks, -1), high=255)
+    if replica.sharded:
+        return
+    if files.get("best"):
+        check_same(folder / "best.safetensors", "checkpoint", files["best"], weights)
+    for name, value in files["optimizer"].items():
+        parameter, _, key = name.rpartition("/")
+        weight = weights.get(parameter)
+        if weight is None or value.shape != (weight.shape if key != "step" else ()):
+            raise ValueError(f"optimizer: {name}: expected what goes with a weight, found shape {tuple(value.shape)}")

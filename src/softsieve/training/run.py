@@ -26,7 +26,7 @@ from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
 WEIGHTS = "model.safetensors"
-RECORD, LOGITS = "run.json", "logits.safetensors"  # what was run and came out, and logits to look at
+RECORD, LOGITS = "run.json", "logits.safetensors"  # what was run and came out, and logits for the report
 SHOWN_ROWS, SHOWN_CLASSES = 200, 1000  # that logits are kept of, at most
 
 
@@ -81,19 +81,16 @@ def train(
         show=show,
         console=console,
     )
-    if output is not None and resume is None and trainer.accelerator.is_main_process:
+    if output is not None and resume is None and trainer.replica.is_main:
         for old in (*checkpoints(output), output / "tensorboard"):
             remove_folder(old)
         for name in (RECORD, LOGITS):
             (output / name).unlink(missing_ok=True)
     result = trainer.fit(resume)
-    test: dict[str, float] = {}
-    decided = None
-    if splits.test is not None:
-        test, decided = trainer.evaluate(splits.test)
+    test, decided = ({}, None) if splits.test is None else trainer.evaluate(splits.test)
     weights = trainer.weights()
-    logits = None if output is None else _shown(trainer, task, splits)
-    if output is not None and trainer.accelerator.is_main_process:
+    logits = None if output is None else _some_logits(trainer, task, splits)
+    if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
 
         def fill(part: Path) -> None:
@@ -102,51 +99,45 @@ def train(
             (part / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
 
         write_folder(output / MODEL, fill)
-        _write_record(output, task, splits, settings, result, metrics, about or {}, weights, logits)
-    trainer.accelerator.wait_for_everyone()
-    return Run(result, test, decided, trainer.accelerator.unwrap_model(trainer.model))
+        configuration = {
+            **(about or {}),
+            "kind": task.kind,
+            "classes": len(task.labels),
+            "labels": task.labels[:SHOWN_CLASSES],
+            "parameters": sum(value.numel() for value in weights.values()),
+            "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
+            **settings.asdict(),
+        }
+        _write_record(output, configuration, {**metrics, **_costs(result)}, logits)
+    trainer.replica.accelerator.wait_for_everyone()
+    return Run(result, test, decided, trainer.replica.accelerator.unwrap_model(trainer.model))
 
 
-def _shown(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
+def _some_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
     """Logits and targets of some held-out rows with one label each, spread over the part they are of, and its name."""
-    held_out = {name: getattr(splits, name) for name in ("validation", "test")}
-    part = next((name for name, rows in held_out.items() if rows is not None), None)
-    if part is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
+    part = "validation" if splits.validation is not None else "test"
+    rows = splits.validation if splits.validation is not None else splits.test
+    if rows is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
         return None
-    rows = held_out[part].to(trainer.device)
     index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS), dtype=torch.float32).long()
-    return part, {"logits": trainer.logits(rows, index), "target": rows.target[index.to(trainer.device)].cpu()}
+    return part, {"logits": trainer.logits(rows.to(trainer.replica.device), index), "target": rows.target[index].cpu()}
+
+
+def _costs(result: Result) -> dict[str, Any]:
+    names = ("steps", "best_step", "trained", "screened", "solved", "seconds", "evaluation_seconds")
+    return {name: getattr(result, name) for name in names}
 
 
 def _write_record(
-    output: Path,
-    task: Task,
-    splits: Splits,
-    settings: Settings,
-    result: Result,
-    metrics: Mapping[str, Any],
-    about: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    logits: tuple[str, dict[str, Tensor]] | None,
+    output: Path, configuration: dict[str, Any], row: dict[str, Any], logits: tuple[str, dict[str, Tensor]] | None
 ) -> None:
     """What was run, on what, and what it came to."""
-    configuration = {
-        **about,
-        "kind": task.kind,
-        "classes": len(task.labels),
-        "labels": task.labels[:SHOWN_CLASSES],
-        "parameters": sum(value.numel() for value in weights.values()),
-        "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
-        **settings.asdict(),
-    }
-    cost = {name: getattr(result, name) for name in ("steps", "best_step", "trained", "screened", "solved")}
-    seconds = {"seconds": result.seconds, "evaluation_seconds": result.evaluation_seconds}
     try:
         if logits is not None:
             part, tensors = logits
-            notes = {"part": part, "delta": str(settings.delta)}
+            notes = {"part": part, "delta": str(configuration["delta"])}
             replace_file(output / LOGITS, lambda path: save_file(tensors, path, metadata=notes))
-        write_record(output / RECORD, "train", configuration, [{**metrics, **cost, **seconds}])
+        write_record(output / RECORD, "train", configuration, [row])
     except (OSError, SafetensorError) as error:
         raise InputError(f"{output / RECORD}: cannot be written: {error}") from error
 

@@ -19,15 +19,13 @@ class SolvedSampler(Sampler[int]):
     """Visits every row that was not solved when last seen, and as many solved ones as their relapses call for.
 
     A solved row has zero gradient, so leaving it out costs nothing as long as it stays solved. Whether it does is known
-    of every row that is looked at again: of the rows solved ``s`` times in a row, some share ``risk[s]`` is found not
-    solved. An epoch leaves out solved rows, those of the smallest risk first, until the expected number of relapsed
-    ones among them, going by the latest looks, reaches ``tolerance * num_samples``, and always looks at ``recheck`` of
-    every kind. So clean data are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly
-    visited.
+    of every row that is seen again: of the rows solved ``s`` times in a row, some share ``risk[s]`` no longer is. An
+    epoch leaves out solved rows, those of the smallest risk first, until the expected number of relapsed ones among
+    them, going by the latest epochs, reaches ``tolerance * num_samples``, and always visits ``recheck`` of every kind.
+    So clean data are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly visited.
 
-    A look needs a forward pass only. A loop that can afford to make it first asks `worth_screening` of which rows more
-    than ``screen_above`` are expected to be solved, looks at those without dropout or backward pass, tells `update`,
-    and trains on what is left.
+    A loop may also screen rows: it asks `worth_screening` of which rows more than ``screen_above`` are expected to be
+    solved, runs those forward without dropout, tells `update`, and trains on those that are not solved.
 
     Every rank of several processes takes the same decisions: what each rank saw is reduced once an epoch, when
     iteration starts. All ranks yield the same order, for loaders that shard it (Accelerate, Lightning); with
@@ -37,7 +35,7 @@ class SolvedSampler(Sampler[int]):
         num_samples: rows of the data set.
         tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A
             target, not a bound: the rates are an epoch old, and simulations went up to half above it.
-        recheck: share of the solved rows that is always looked at again, in (0, 1].
+        recheck: share of the solved rows that is always visited again, in (0, 1].
         screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 0: any, 1:
             none. A forward pass is about a third of a training pass.
         seed: of the random order; the same on all ranks.
@@ -86,29 +84,26 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("seed", seed, 0, 2**40)
         _checks.whole_number("num_replicas", num_replicas, 1, 2**31)
         _checks.whole_number("rank", rank, 0, num_replicas - 1)
-        self.num_samples, self.tolerance, self.recheck, self.screen_above = (
-            num_samples,
-            tolerance,
-            recheck,
-            screen_above,
-        )
-        self.seed, self.num_replicas, self.rank = seed, num_replicas, rank
+        self.num_samples, self.seed, self.num_replicas, self.rank = num_samples, seed, num_replicas, rank
+        self.tolerance, self.recheck, self.screen_above = tolerance, recheck, screen_above
         self.epoch = 0  # whose rows `plan` holds, in order
         self._started = False
         self._over = False  # whether iteration came to the end of the plan
         self._resume_at: int | None = None  # row of this rank's share at which iteration goes on with a loaded epoch
         self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LEVELS
         self._seen = torch.zeros(num_samples, dtype=torch.uint8)  # in this epoch: 0 not, 1 solved, 2 not solved
-        self._looks = torch.zeros(2, LEVELS + 1, dtype=torch.float64)  # by streak: looks, of which not solved; fading
+        self._passes = torch.zeros(
+            2, LEVELS + 1, dtype=torch.float64
+        )  # by streak: passes, and those not solved; fading
         self.plan = self._draw()
 
     @property
     def risk(self) -> Tensor:
-        """By streak, the share of rows not solved when looked at. Before any looks: as one time fewer; half; all."""
+        """By streak, the share of rows not solved when seen again. Before any were: as one time fewer; half; all."""
         risk = torch.empty(LEVELS + 1, dtype=torch.float64)
-        for level, (looks, failed) in enumerate(self._looks.T.tolist()):
+        for level, (passes, failed) in enumerate(self._passes.T.tolist()):
             expected = float(risk[level - 1]) if level > 1 else (1.0, 0.5)[level]  # what was never solved is not
-            risk[level] = (failed + 2 * expected) / (looks + 2)  # Laplace's rule: two looks' worth of expectation
+            risk[level] = (failed + 2 * expected) / (passes + 2)  # Laplace's rule: two passes' worth of expectation
         return risk
 
     @property
@@ -117,7 +112,7 @@ class SolvedSampler(Sampler[int]):
         return torch.where(self._seen == 0, self.streak > 0, self._seen == 1)
 
     def worth_screening(self, indices: Tensor) -> Tensor:
-        """Of which rows a look by itself is expected to save the training pass; bool, shape of ``indices``."""
+        """Of which rows screening is expected to save the training pass; bool, shape of ``indices``."""
         index = _checks.row_numbers("indices", indices, self.num_samples)
         return (1 - self.risk >= self.screen_above)[self.streak[index].long()]
 
@@ -129,12 +124,12 @@ class SolvedSampler(Sampler[int]):
         if indices.shape != solved.shape:
             raise ValueError(f"solved: expected shape {tuple(indices.shape)}, found {tuple(solved.shape)}")
         flags = solved.detach().cpu().flatten().bool()
-        first = self._seen[index] == 0  # a second look in one epoch says nothing about relapse
+        first = self._seen[index] == 0  # a second pass in one epoch says nothing about relapse
         level, failed = self.streak[index[first]].long(), (~flags[first]).double()
-        # Old looks fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
-        self._looks *= 0.5 ** (16 * len(level) / self.num_samples)
-        self._looks[0].index_add_(0, level, torch.ones_like(failed))
-        self._looks[1].index_add_(0, level, failed)
+        # Old passes fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
+        self._passes *= 0.5 ** (16 * len(level) / self.num_samples)
+        self._passes[0].index_add_(0, level, torch.ones_like(failed))
+        self._passes[1].index_add_(0, level, failed)
         self._seen[index] = 2 - flags.to(torch.uint8)
 
     def __iter__(self) -> Iterator[int]:
@@ -166,10 +161,10 @@ class SolvedSampler(Sampler[int]):
         """Reduce what the ranks saw and bring the streaks up to date."""
         if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            seen, looks = self._seen.to(device), self._looks.to(device)
+            seen, passes = self._seen.to(device), self._passes.to(device)
             dist.all_reduce(seen, dist.ReduceOp.MAX)
-            dist.all_reduce(looks)
-            self._seen, self._looks = seen.cpu(), looks.cpu() / ranks
+            dist.all_reduce(passes)
+            self._seen, self._passes = seen.cpu(), passes.cpu() / ranks
         grown = (self.streak + 1).clamp(max=LEVELS)
         self.streak = torch.where(self._seen == 0, self.streak, torch.where(self._seen == 1, grown, 0))
         self._seen = torch.zeros_like(self._seen)
@@ -198,7 +193,7 @@ class SolvedSampler(Sampler[int]):
         """
         told = self._seen[self._share()].nonzero()
         position = len(self) if self._over else int(told.max()) + 1 if len(told) else 0
-        tensors = {"streak": self.streak, "seen": self._seen, "looks": self._looks, "plan": self.plan}
+        tensors = {"streak": self.streak, "seen": self._seen, "looks": self._passes, "plan": self.plan}
         place = {"epoch": self.epoch, "started": self._started, "position": position}
         return {**place, **{name: value.clone() for name, value in tensors.items()}}
 
@@ -216,10 +211,10 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("position", position, 0, 2**62)
         _checks.saved("streak", state["streak"], self.streak, high=LEVELS)
         _checks.saved("seen", state["seen"], self._seen, high=2)
-        _checks.saved("looks", state["looks"], self._looks, high=1e300)
+        _checks.saved("looks", state["looks"], self._passes, high=1e300)
         _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)
         self.epoch, self._started = state["epoch"], bool(state["started"])
         self.streak, self._seen = state["streak"].clone(), state["seen"].clone()
-        self._looks, self.plan = state["looks"].clone(), state["plan"].clone()
+        self._passes, self.plan = state["looks"].clone(), state["plan"].clone()
         self._over = position >= len(self)
         self._resume_at = position if self._started and not self._over else None

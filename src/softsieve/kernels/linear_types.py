@@ -1,0 +1,177 @@
+"""What the driver of the linear loss (`kernels.linear`) and its backends pass to each other.
+
+A backend is a module with the functions of `Backend`. Tensors have one number for each row, (rows,), unless their
+comment says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
+
+
+class Options(NamedTuple):
+    """What holds for all rows, as the plain values that a registered op takes."""
+
+    ignore_index: int = -100
+    cap: float = 0.0  # logits are cap * tanh(x / cap); 0 for none
+    reduction: str = "mean"
+    backend: str = "torch"
+    group: str = ""  # name of the process group over which the weight is sharded; empty for none
+
+
+class Targets(NamedTuple):
+    """What the rows should have said, and how much each counts."""
+
+    label: Tensor  # int64
+    delta: Tensor  # margins in [0, 1], () or (rows,)
+    class_weight: Tensor | None = None  # (classes of all shards,)
+    row_weight: Tensor | None = None
+
+    def some(self, rows: Tensor) -> Targets:
+        return Targets(
+            self.label[rows],
+            self.delta[rows] if self.delta.ndim else self.delta,
+            self.class_weight,
+            None if self.row_weight is None else self.row_weight[rows],
+        )
+
+
+class Chunk(NamedTuple):
+    """The products of hidden states and some classes' weights, from which backends make logits."""
+
+    products: Tensor  # (rows, some classes), may be written to
+    bias: Tensor | None  # of all classes
+    cap: float
+    start: int  # the first of these classes
+
+
+class Layer(NamedTuple):
+    """What makes logits."""
+
+    hidden: Tensor  # (rows, size)
+    weight: Tensor  # (classes, size)
+    bias: Tensor | None  # (classes,)
+    cap: float
+
+    def some(self, rows: Tensor) -> Layer:
+        return self._replace(hidden=self.hidden[rows])
+
+    def chunks(self, budget: int) -> Iterator[Chunk]:
+        """The products, some classes at a time, all in one buffer of about ``budget`` bytes."""
+        rows, classes = len(self.hidden), len(self.weight)
+        if self.hidden.is_cpu:
+            budget = min(budget, ON_CPU)
+        step = min(classes, _step(rows, budget // (rows * self.weight.element_size()), self.hidden.device))
+        buffer = self.hidden.new_empty(rows * step)
+        for start in range(0, classes, step):
+            part = self.weight[start : start + step]
+            products = buffer[: rows * len(part)].view(rows, len(part))
+            yield Chunk(torch.mm(self.hidden, part.t(), out=products), self.bias, self.cap, start)
+
+
+def _step(rows: int, most: int, device: torch.device) -> int:
+    """Classes at a time. On a GPU, blocks of 256 x 128 logits are to be a multiple of its processors, if they can."""
+    step = max(128, most - most % 128)
+    if device.type == "cuda":
+        blocks, processors = -(-rows // 256), torch.cuda.get_device_properties(device).multi_processor_count
+        if waves := step // 128 * blocks // processors:
+            step = 128 * max(1, waves * processors // blocks)
+    return step
+
+
+class Scan(NamedTuple):
+    """What a pass over all logits shows of every row."""
+
+    top: Tensor  # largest logit
+    total: Tensor  # sum of exponentials, over e^top
+    own: Tensor  # logit of the label; -inf if it is not in this shard
+
+
+class Settled(NamedTuple):
+    """What the threshold says of every row."""
+
+    threshold: Tensor  # classes whose logit reaches it are kept; -inf in a dense row
+    rivals: Tensor  # how many classes are kept besides the label
+    odds: Tensor  # sum of their exponentials over that of the label: the loss is log1p(odds)
+    listed: Tensor  # bool: whether `classes` and `logits` hold all of them
+    classes: Tensor  # (rows, LISTED), -1 for none
+    logits: Tensor  # (rows, LISTED)
+    counts: Tensor  # (3,): rows that are not listed, those of them that are not dense, listed classes with the labels
+
+
+class Finished(NamedTuple):
+    """The loss, reduced, and what else is known of every row."""
+
+    loss: Tensor
+    kept: Tensor  # how many classes are kept, the label among them
+    lse: Tensor  # log-sum-exp of all logits
+    norm: Tensor  # exp((logit - lse) - norm) is the softmax over the kept classes
+    share: Tensor  # weight of the row in the loss
+    right: Tensor  # bool: whether no class has a larger logit than the label
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward and for statistics; 0 in a row that is ignored."""
+
+    threshold: Tensor
+    kept: Tensor
+    lse: Tensor
+    norm: Tensor
+    share: Tensor
+    own: Tensor
+    right: Tensor
+    listed: Tensor
+    classes: Tensor
+    logits: Tensor
+    counts: Tensor  # (2,) on the CPU: rows that are not listed, and listed classes with the labels
+
+
+class Entries(NamedTuple):
+    """The gradient of the logits that are listed, the labels' among them."""
+
+    coefficients: Tensor  # (rows, so many)
+    keys: Tensor  # (rows, so many): classes, or ``none``
+    none: int
+
+
+class Backend(Protocol):
+    """What is done with logits while they are there. Labels count from the first class of this shard."""
+
+    LISTED: int  # the most classes of a row that are listed
+
+    def marks(self, layer: Layer) -> Tensor:
+        """Where `scan` is to note what `settle` must know of the logits besides the label's."""
+
+    def scan(self, chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
+        """Bring ``state`` and ``marks`` up to date with a chunk of logits."""
+
+    def settle(self, layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+        """Thresholds, and the kept classes of rows whose kept classes are few enough to be listed."""
+
+    def sum_kept(self, chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
+        """Add to ``rivals`` and ``odds`` the kept classes of a chunk that has the products of ``rows`` alone."""
+
+    def finish(
+        self, targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
+    ) -> Finished:
+        """The loss. This shard's first class is ``first`` of all ``classes``."""
+
+    def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+        """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""
+
+    def entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+        """The gradient of listed logits, times ``factor``."""
+
+    def combine(self, entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
+        """Write the gradient of the hidden states of listed rows; what others have is undefined until it is written."""
+
+    def spread(
+        self, entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None
+    ) -> None:
+        """Add the ``count`` entries to the gradients of weight and bias, one class after the other: no atomics."""

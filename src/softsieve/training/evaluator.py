@@ -1,0 +1,101 @@
+"""Forward passes without gradient: to judge a model, and to screen rows before they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from softsieve._graphs import Graphed
+from softsieve.training.replica import Replica
+from softsieve.training.rows import Rows, count_labels
+
+ForwardPass = Callable[..., tuple[Tensor, ...]]
+
+
+class Judge(Protocol):
+    """Who knows what logits mean; a `softsieve.tasks.Task` does."""
+
+    def decide(self, logits: Tensor) -> Tensor:
+        """The answers: class ids, or flags for multi-label; on the device of the logits."""
+
+    def by_word(self, decided: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Answers and targets of a whole split as they are judged, on the CPU."""
+
+    def metrics(self, decided: Tensor, target: Tensor) -> dict[str, float]:
+        """Figures of merit over a whole split."""
+
+
+class Answers(NamedTuple):
+    """What a forward pass without gradient says of every row."""
+
+    decided: Tensor
+    loss: Tensor  # summed over what counts in the row
+    solved: Tensor
+
+
+class Evaluator:
+    """Runs a model in eval mode, in batches that are split among the processes.
+
+    Args:
+        replica: the model.
+        judge: says what logits mean and how good answers are.
+        batch_size: rows of a batch on each process.
+        keep: rows that will be evaluated more than once; their CUDA graphs are kept.
+    """
+
+    def __init__(self, replica: Replica, judge: Judge, batch_size: int, *, keep: tuple[Rows, ...]) -> None:
+        self.replica, self.judge, self.batch_size = replica, judge, batch_size
+        self._kept = {id(rows): self._forward_pass(rows) for rows in keep}
+
+    def _forward_pass(self, rows: Rows) -> ForwardPass:
+        """Forward pass over given rows; every call has the same number of them."""
+        replica = self.replica
+
+        def forward(index: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                loss, solved, logits = replica.row_losses(rows.batch(index, cut=not replica.graphs))
+                return self.judge.decide(logits), loss.float(), solved
+
+        return Graphed(forward) if replica.graphs else forward
+
+    def answers(self, rows: Rows, index: Tensor) -> Answers:
+        """Those of the rows ``index``, in their order."""
+        replica, forward = self.replica, self._kept.get(id(rows)) or self._forward_pass(rows)
+        size = self.batch_size * replica.ranks
+        parts = []
+        with replica.in_eval_mode():
+            for some in torch.split(index, size):
+                fill = size if replica.graphs else len(some) + -len(some) % replica.ranks
+                filled = torch.cat([some, some[:1].expand(fill - len(some))])
+                share = filled.chunk(replica.ranks)[replica.rank]
+                decided, loss, solved = forward(index=share.to(replica.device) if replica.graphs else share)
+                if replica.ranks > 1 and decided.ndim > 1:  # processes may have cut their part differently
+                    decided = replica.accelerator.pad_across_processes(decided, dim=1)
+                parts.append([replica.gather(value, len(some)).clone() for value in (decided, loss, solved)])
+        answers, *others = zip(*parts, strict=True)
+        width = max(part.shape[-1] for part in answers)
+        return Answers(torch.cat([_widen(part, width) for part in answers]), *map(torch.cat, others))
+
+    def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
+        """Metrics over rows, and the answers they are made from."""
+        decided, loss, _ = self.answers(rows, torch.arange(len(rows)))
+        if decided.ndim > 1:
+            decided = _widen(decided, rows.target.shape[1])
+        mean = float(loss.sum() / count_labels(rows.target))
+        return {"loss": mean, **self.judge.metrics(*self.judge.by_word(decided, rows))}, decided
+
+    def logits(self, rows: Rows, index: Tensor) -> Tensor:
+        """Those of a few rows, on the CPU; every process computes all of them."""
+        with self.replica.in_eval_mode(), torch.no_grad():
+            parts = torch.split(index, self.batch_size)
+            return torch.cat([self.replica.model(**rows.batch(part).inputs).float().cpu() for part in parts])
+
+
+def _widen(decided: Tensor, width: int) -> Tensor:
+    """Answers of positions (rows, n) filled up to (rows, width)."""
+    if decided.ndim == 1 or decided.shape[1] == width:
+        return decided
+    return nn.functional.pad(decided, (0, width - decided.shape[1]))

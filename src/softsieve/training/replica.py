@@ -1,0 +1,163 @@
+"""A model and its optimizer where Accelerate puts them: on a CPU, a GPU, or one of several processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from softsieve.errors import InputError
+from softsieve.losses.objectives import Objective
+from softsieve.training.rows import IGNORED, Batch
+from softsieve.training.settings import Settings
+
+
+class Replica:
+    """The model of this process. All processes take the same decisions; a batch is split among them."""
+
+    def __init__(self, model: nn.Module, objective: Objective, settings: Settings) -> None:
+        # A graph must not refer to copies of the weights that autocast made for an earlier call.
+        copies = AutocastKwargs(cache_enabled=not settings.graphs)
+        # Said aloud, or processes on CPUs would not know of each other.
+        cpu = not torch.accelerator.is_available()
+        self.accelerator = Accelerator(mixed_precision=settings.precision, kwargs_handlers=[copies], cpu=cpu)
+        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.is_main: bool = self.accelerator.is_main_process
+        self.device: torch.device = self.accelerator.device
+        self.graphs = settings.graphs and self.device.type == "cuda" and self.ranks == 1
+        if settings.graphs and not self.graphs:
+            raise InputError("graphs: expected one process on a CUDA device")
+        self.sharded = "FSDP" in str(self.accelerator.distributed_type)
+        # State with whole tensors, which only the main process gets of a sharded model.
+        self._whole = StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
+        self.objective = objective
+        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, settings))
+
+    def _adamw(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+        """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        rate: float | Tensor = settings.learning_rate
+        if self.graphs:
+            rate = torch.tensor(rate, dtype=torch.float32, device=self.device)
+            model.to(self.device)  # the optimizer must find its parameters where they stay
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=rate, fused=not self.sharded, capturable=self.graphs)
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def row_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and whether it is solved, of every row, and the logits; of tokens summed, and solved when all are."""
+        logits, target = self.model(**batch.inputs).float(), batch.target
+        tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
+        if tokens:  # flat: as many positions as classes are nothing to warn of
+            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())
+        else:
+            loss, solved = self.objective(logits, target)
+        if solved is None:
+            solved = torch.zeros_like(loss, dtype=torch.bool)
+        if tokens:
+            solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
+            loss = loss.view(target.shape).sum(-1)
+        return loss, solved, logits
+
+    # -- several processes ---------------------------------------------------------------------------------------------
+
+    def share(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's part of the rows ``index``, equally long on all; what is filled up has weight 0."""
+        short = -len(index) % self.ranks
+        weight = torch.ones(len(index) + short, dtype=torch.float32)
+        weight[len(index) :] = 0
+        index = torch.cat([index, index[:1].expand(short)])
+        size = len(index) // self.ranks
+        part = slice(self.rank * size, (self.rank + 1) * size)
+        return index[part], weight[part]
+
+    def gather(self, value: Tensor, rows: int) -> Tensor:
+        """The parts of all processes, without what was filled up."""
+        gathered: Tensor = self.accelerator.gather(value) if self.ranks > 1 else value
+        return gathered.narrow(0, 0, rows)
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        self.model.eval()
+        yield
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # which a backward pass would have done, and all that handles weights relies on
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights by name; of a sharded model whole, on the main process alone."""
+        if self.sharded:
+            whole: Any = get_model_state_dict(self.model, options=self._whole)
+            return dict(whole)
+        state: dict[str, Tensor] = self.accelerator.unwrap_model(self.model).state_dict()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        if self.sharded:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(self.model, dict[str, Any](weights), options=options)
+        else:
+            self.accelerator.unwrap_model(self.model).load_state_dict(weights)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state by parameter and name, e.g. ``head.weight/exp_avg``."""
+        whole: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
+        states = whole.get("state", {}).items()
+        return {f"{name}/{key}": torch.as_tensor(value) for name, state in states for key, value in state.items()}
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        whole: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
+        states: dict[str, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition("/")
+            states.setdefault(parameter, {})[key] = value
+        if whole:  # empty where the state will be broadcast to
+            whole["state"] = states
+        # Not strict: a weight that never had a gradient has no state.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=self.sharded, strict=False)
+        set_optimizer_state_dict(self.model, self.optimizer.optimizer, whole, options=options)
+        for group in self.optimizer.param_groups:  # torch brings scalars to the CPU, where a graph sees no change
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].to(self.device)
+
+    def random_states(self) -> dict[str, Tensor]:
+        """The generators of every process, one a row."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state()
+        return {name: self.gather(value[None].to(self.device), self.ranks).cpu() for name, value in states.items()}
+
+    def load_random_states(self, states: dict[str, Tensor]) -> None:
+        torch.set_rng_state(states["cpu"][self.rank].clone())  # it does not bear a view
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"][self.rank].clone())

@@ -1,0 +1,109 @@
+"""One optimizer step over some rows: as it is, or replayed as a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from softsieve._graphs import Graphed
+from softsieve.errors import InputError
+from softsieve.training.replica import Replica
+from softsieve.training.rows import Batch, Rows, count_labels
+from softsieve.training.settings import Settings
+
+
+class RowResults:
+    """What the latest training pass over each row showed, on the device so that nothing waits for it."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.solved = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.loss = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.weight = torch.ones(rows, dtype=torch.float32, device=device)  # of the row in the loss
+        self.tally = torch.zeros(2, dtype=torch.float32, device=device)  # mean loss of every step, and rows solved
+        self.steps = self.samples = 0  # that the tally is over
+
+    def note(self, index: Tensor, loss: Tensor, solved: Tensor, count: Tensor) -> None:
+        """Keep loss and solved of the rows ``index``, part of a step with ``count`` labels."""
+        self.solved[index], self.loss[index] = solved, loss
+        self.tally += torch.stack([loss.sum() / count, solved.sum()])
+
+    def figures(self, step: int) -> tuple[float, float]:
+        """Mean loss and share of solved rows since the last call.
+
+        Raises:
+            InputError: when the loss is not finite; called before anything is saved.
+        """
+        loss, solved = (self.tally.cpu() / torch.tensor([max(1, self.steps), max(1, self.samples)])).tolist()
+        self.tally.zero_()
+        self.steps = self.samples = 0
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is {loss} at step {step}: try a smaller learning rate or another precision")
+        return loss, solved
+
+
+@dataclass
+class EagerSteps:
+    """Steps on any device, over several processes, in as many passes as there are micro-batches or all in one."""
+
+    replica: Replica
+    rows: Rows
+    results: RowResults
+    settings: Settings
+
+    def run(self, index: Tensor, micro_batches: int) -> None:
+        """One step over the mean loss of the rows ``index`` (on the CPU), which are so many batches."""
+        replica, clip = self.replica, self.settings.max_grad_norm
+        parts = index.chunk(1 if self.settings.merge else micro_batches)
+        count = count_labels(self.rows.target[index.to(replica.device)])
+        for number, part in enumerate(parts, 1):
+            waits = number < len(parts)
+            with replica.accelerator.no_sync(replica.model) if waits else contextlib.nullcontext():
+                replica.accelerator.backward(self.batch_loss(part, count))
+        if clip:
+            replica.accelerator.clip_grad_norm_(replica.model.parameters(), clip)
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+
+    def batch_loss(self, index: Tensor, count: Tensor) -> Tensor:
+        """This process's part of the loss of the rows ``index``, over ``count``, times the processes (DDP averages)."""
+        replica, results = self.replica, self.results
+        mine, weight = replica.share(index)
+        loss, solved, _ = replica.row_losses(self.rows.batch(mine))
+        all_loss, all_solved = (replica.gather(value, len(index)) for value in (loss.detach().float(), solved))
+        results.note(index.to(replica.device), all_loss, all_solved, count)
+        weight = weight.to(replica.device) * results.weight[mine.to(replica.device)]
+        total: Tensor = (loss * weight).sum() * replica.ranks
+        return total / count
+
+
+class GraphSteps(EagerSteps):
+    """Steps on one GPU with everything on the device and nothing that waits for the host; full ones are replayed."""
+
+    def run(self, index: Tensor, micro_batches: int) -> None:
+        full = len(index) == micro_batches * self.settings.batch_size
+        (self._graphed if full else self.step)(index=index.to(self.replica.device, non_blocking=True))
+
+    @cached_property
+    def _graphed(self) -> Graphed:
+        return Graphed(self.step)
+
+    def step(self, index: Tensor) -> tuple[Tensor, ...]:
+        """What is recorded."""
+        optimizer = self.replica.optimizer.optimizer
+        optimizer.zero_grad()
+        batch = Batch({k: v[index] for k, v in self.rows.inputs.items()}, self.rows.target[index])
+        loss, solved, _ = self.replica.row_losses(batch)
+        weight = self.results.weight[index]
+        count = count_labels(batch.target, weight)
+        mean = (loss * weight).sum() / count
+        mean.backward()  # type: ignore[no-untyped-call]
+        if self.settings.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.settings.max_grad_norm)
+        optimizer.step()
+        self.results.note(index, loss.detach(), solved, count)
+        return (solved,)
