@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | setup: each makes .venv by itself and brings it up to date.
+# make demo | quick | test | test-all | lint | docs | setup: each makes .venv by itself and brings it up to date.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Without this, bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup demo test test-gpu lint docs clean
+.PHONY: setup demo quick test test-mutations test-all test-gpu lint docs clean
 
 setup: $(READY)
 
@@ -24,8 +24,19 @@ demo: $(READY)
 
 # Several processes of one thread each take half the time of one process with as many threads.
 JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
+	$(PYTEST) --dist worksteal --durations=20
+
+# For between two edits: lint, and the tests that wait for no compiler, process, browser or statistics.
+quick: lint
+	$(PYTEST) -q --dist worksteal -m 'not (browser or compiles or statistics or subprocess)'
+
+# As many spoilt files of each format as docs/results/faults.md says; make test tries fewer where reading takes long.
+test-mutations: $(READY)
+	SOFTSIEVE_MUTATIONS=10000 $(PYTEST) -q tests/rough/test_mutated_files.py
+
+test-all: test test-mutations
 
 # On a machine with a GPU, in whatever environment is active: the kernels' tests there instead of interpreted.
 RESULTS := benchmarks/results

@@ -1,6 +1,7 @@
 """Settings for all tests and doctests, made before torch and Triton are imported."""
 
 import os
+import re
 from typing import Any
 
 # bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction otherwise.
@@ -22,6 +23,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would wa
 
 settings.register_profile("softsieve", deadline=None, max_examples=200, derandomize=True)
 settings.load_profile("softsieve")
+
+# What `make quick` leaves out: the tests that a pattern is in the name of. Single tests have their marker in place.
+MARKED = {
+    "browser": r"test_report_browser|docs/test_site",
+    "compiles": r"triton|compile|cascade|dithered|README\.md|AdaptiveSoftmax|test_code_blocks|tests/golden/"
+    r"|heads/test_(biases|changed|drift|index|logits|modes|old_files|sampling)"
+    r"|integrations/test_(adaptive|distributed|generation|hidden)|cli/test_(demo|doctor|generate|head)"
+    r"|comparisons/test_heads|experiments/test_(language|logistic|perplexity)|test_head_scaling",
+    "statistics": r"heads/test_(calibration|guarantees)|test_bad_inputs|tests/experiments/|tests/benchmarks/"
+    r"|cli/test_(predict|train)|comparisons/test_losses|integrations/test_(lightning|transformers)"
+    r"|training/test_(infobatch|loop)|test_reads_less_where|test_a_generator_decides",
+    "subprocess": r"distributed|resume|two_processes|test_hashes_are_the_same|tests/rough/|test_public_names",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their names."""
+    for item in items:
+        for marker, pattern in MARKED.items():
+            if re.search(pattern, item.nodeid):
+                item.add_marker(marker)
 
 
 @pytest.fixture(autouse=True)
