@@ -46,10 +46,14 @@ def solve(
     interval = np.empty((len(log_z), 2), logits.dtype)
     interval[:, 0], interval[:, 1] = log_z - half, log_z + half
     read = numbers[:, 3:5].astype(np.int64)
-    fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], state != 0]
-    if fields[-1].any():
+    unanswered = state != 0
+    some = unanswered.any()
+    if some:
+        logits[unanswered] = 0.0  # the kernel may have written some before it gave up, without a log Z
+    fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], unanswered]
+    if some:
         _look_at(state, numbers[:, 5], calibration, 7)
-        rest = fields[-1].nonzero()[0]
+        rest = unanswered.nonzero()[0]
         exact = exactly(x[torch.from_numpy(rest)], calibration.k)
         for value, right in zip(fields[:6], exact[:6], strict=True):
             value[rest] = right.numpy()
