@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -501,7 +502,9 @@ def test_a_row_beyond_all_others_makes_steps_coarser(changeable: tuple[AdaptiveS
     assert bool((after <= before + steps + 1e-6)[:, others].all())
     assert bool((after[:, 9] / steps[:, 0] == 255).all())
     top = reference.topk_softmax(head.weight, x, 1, head.bias)
-    assert float((head.topk(x, 1).indices == top.indices).double().mean()) > 0.85
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # of numbers that no answer rests on
+        assert float((head.topk(x, 1).indices == top.indices).double().mean()) > 0.85
 
 
 @pytest.mark.parametrize(

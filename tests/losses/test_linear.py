@@ -158,6 +158,34 @@ def near(ours: Tensor, true: Tensor, dtype: torch.dtype, name: str = "", toleran
 # -- values and gradients ----------------------------------------------------------------------------------------------
 
 
+def test_the_reference_is_the_formula() -> None:
+    """Row by row, in Python's own numbers."""
+    case = make_case(rows=12, size=5, classes=7)
+    class_weight, row_weight = torch.rand(7, dtype=torch.float64), torch.rand(12, dtype=torch.float64)
+    losses, shares = [0.0] * 12, [0.0] * 12
+    for row, label in enumerate(case.target.tolist()):
+        if label != IGNORED:
+            logits = [4 * math.tanh(x / 4) for x in (case.weight @ case.hidden[row] + case.bias).tolist()]
+            total = sum(map(math.exp, logits))
+            kept = sum(math.exp(x) for x in logits if (math.exp(logits[label]) - math.exp(x)) / total <= 0.2)
+            shares[row] = float(class_weight[label] * row_weight[row])
+            losses[row] = shares[row] * (math.log(kept) - logits[label])
+    expected = {"none": losses, "sum": sum(losses), "mean": sum(losses) / sum(shares)}
+    for reduction, value in expected.items():
+        found = reference.linear_as_cross_entropy(
+            *case[:2],
+            case.target,
+            bias=case.bias,
+            delta=0.2,
+            softcap=4.0,
+            reduction=reduction,
+            class_weight=class_weight,
+            row_weight=row_weight,
+        )
+        assert found.tolist() == pytest.approx(value, rel=1e-12)
+    assert 0 < sum(loss > 0 for loss in losses) < 12
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 5, 2), (2, 3, 127), (23, 24, 300), (40, 40, 270)])
 @pytest.mark.parametrize("delta", [0.0, 0.1, 0.6, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -271,7 +299,7 @@ def test_any_ignore_index(backend: str, ignore_index: int) -> None:
 def test_all_rows_ignored(backend: str, reduction: str) -> None:
     hidden, weight, bias, target = make_case(rows=5).arguments(torch.float32)
     with torch.no_grad():
-        hidden[1, 2] = NAN  # also this is not looked at
+        hidden[1, 2] = NAN  # also this is not read
     loss, stats = linear_as_cross_entropy(
         hidden, weight, torch.full_like(target, IGNORED), bias=bias, backend=backend, reduction=reduction,
         row_weight=torch.rand(5, device=DEVICE), return_stats=True,

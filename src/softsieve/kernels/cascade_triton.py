@@ -144,14 +144,15 @@ def _dot(rows, there, x, size, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _square(x, size, SIZE: tl.constexpr):
-    """The square of the length of a query."""
-    total = tl.zeros((SIZE,), tl.float32)
+def _toward(x, mean, size, SIZE: tl.constexpr):
+    """The product of a query with the mean one, and the square of its length."""
+    dots, squares = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
     for start in range(0, size, SIZE):
         at = start + tl.arange(0, SIZE)
         own = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-        total += own * own
-    return tl.sum(total, 0)
+        dots += own * tl.load(mean + at, mask=at < size, other=0.0)
+        squares += own * own
+    return tl.sum(dots, 0), tl.sum(squares, 0)
 
 
 @triton.jit
@@ -190,13 +191,12 @@ def _products(
             value += tl.load(bias + row, mask=there, other=0.0)
         tl.store(probed + b * PROBES + probe, value, mask=there)
     elif part == tl.num_programs(0) - 1:
-        lane = tl.arange(0, ROWS)
-        dot = _dot(mean + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale
-        square = _square(x, size, SIZE) * scale * scale
+        dot, square = _toward(x, mean, size, SIZE)
+        dot, square = dot * scale, square * scale * scale
         if CODED:
-            dot += beta * tl.load(mean + size + lane * 0, mask=lane == 0, other=0.0)
+            dot += beta * tl.load(mean + size)
             square += beta * beta
-        tl.store(towards + b + lane, dot / tl.maximum(tl.sqrt(square), 1e-30), mask=lane == 0)
+        tl.store(towards + b, dot / tl.maximum(tl.sqrt(square), 1e-30))
     else:
         lane = tl.arange(0, ROWS)
         value = _dot(centre + lane * 0, lane == 0, x, size, ROWS, SIZE) * scale

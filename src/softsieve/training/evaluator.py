@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
-from softsieve.training.replica import Replica
-from softsieve.training.rows import Rows, count_labels
+from softsieve.training.replica import Replica, count_labels
+from softsieve.training.rows import Rows
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
 

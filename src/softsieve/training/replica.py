@@ -161,3 +161,11 @@ class Replica:
         torch.set_rng_state(states["cpu"][self.rank].clone())  # it does not bear a view
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"][self.rank].clone())
+
+
+def count_labels(target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Labels that count, at least 1; those of rows whose weight is 0 do not. Flags count once a row."""
+    counted = target.new_ones(len(target), dtype=torch.long)
+    if target.dtype != torch.bool:
+        counted = (target != IGNORED).reshape(len(target), -1).sum(-1)
+    return (counted if weight is None else torch.where(weight > 0, counted, 0)).sum().clamp_min(1)

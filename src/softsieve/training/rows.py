@@ -74,11 +74,3 @@ class Rows:
             return (value[:, :longest] if name in self.sequences else value)[index]
 
         return Batch({n: pick(n, v) for n, v in self.inputs.items()}, pick("target", self.target))
-
-
-def count_labels(target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Labels that count, at least 1; those of rows whose weight is 0 do not. Flags count once a row."""
-    counted = target.new_ones(len(target), dtype=torch.long)
-    if target.dtype != torch.bool:
-        counted = (target != IGNORED).reshape(len(target), -1).sum(-1)
-    return (counted if weight is None else torch.where(weight > 0, counted, 0)).sum().clamp_min(1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
 from softsieve.errors import InputError
-from softsieve.training.replica import Replica
-from softsieve.training.rows import Batch, Rows, count_labels
+from softsieve.training.replica import Replica, count_labels
+from softsieve.training.rows import Batch, Rows
 from softsieve.training.settings import Settings
 
 
