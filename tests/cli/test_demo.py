@@ -33,7 +33,7 @@ def found_on(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     monkeypatch.setattr(doctor, "tried", lambda names: {name: Finding(name, state, "") for name in names})
 
 
-def test_two_tables_a_folder_of_runs_and_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tables_a_folder_of_runs_and_a_page_and_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found_on(monkeypatch, "works")
     said = run("--seeds", "2")
     for word in ("accuracy %", "seconds", "solved", "AS-Softmax, skipping", "±", "right", "MB read", "ms", "made up"):
@@ -50,14 +50,11 @@ def test_two_tables_a_folder_of_runs_and_a_page(monkeypatch: pytest.MonkeyPatch)
     assert "<title>The softsieve demo</title>" in page
     assert "random numbers" in page  # what is made up is said there too
 
-
-def test_again_in_the_same_folder_and_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    found_on(monkeypatch, "broken")
-    run("--seeds", "1", "--out", "there")
-    said = run("--seeds", "1", "--out", "there")
+    found_on(monkeypatch, "broken")  # again in the same folder, without bf16
+    said = run("--seeds", "1")
     assert "torch, float32" in said
     assert "torch, bfloat16" not in said
-    assert Path("there/report.html").is_file()
+    assert (out / "report.html").read_text() != page
 
 
 def test_what_is_missing_is_said_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
