@@ -557,3 +557,9 @@ def test_one_row_and_batches_larger_than_the_data() -> None:
     result = trainer(points(1), batch_size=64, epochs=3, skip="solved").fit()
     assert result.trained + result.screened >= 3
     assert trainer(points(1), validation=points(1), epochs=2).fit().best_step in (1, 2)
+
+
+def test_rows_of_several_devices_are_refused() -> None:
+    """An index on the device of the target picks anything from a tensor elsewhere."""
+    with pytest.raises(ValueError, match="features: expected a tensor on meta, as the target, found cpu"):
+        Rows({"features": torch.ones(3, 2)}, torch.zeros(3, dtype=torch.long, device="meta"))

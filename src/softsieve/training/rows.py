@@ -46,6 +46,8 @@ class Rows:
                 raise ValueError(f"{name}: expected a tensor of rows, found a single number")
             if len(value) != len(target):
                 raise ValueError(f"{name}: expected {len(target)} rows, as many as targets, found {len(value)}")
+            if value.device != target.device:
+                raise ValueError(f"{name}: expected a tensor on {target.device}, as the target, found {value.device}")
         self.inputs, self.target = dict(inputs), target
         self.lengths, self.sequences = lengths, sequences
 
