@@ -718,7 +718,7 @@ def test_values_that_cannot_be(name: str, content: Content, tmp_path: Path) -> N
 
 
 def test_plan() -> None:
-    anything = Usual(0.0, math.inf, 0.0, -1.0, 1.0, math.inf, math.inf)
+    anything = Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
     assert plan_of(FIT) == Plan(2, 0, 0, math.inf, 3.0, 0.5, math.log(0.15), 1.0, math.log(1.3), anything, upper=False)
     fit = FIT._replace(low=0.1, high=0.2, signal=0.3, toward_low=-0.4, toward_high=0.5, most=6.0, flat=0.7)
     assert plan_of(fit).usual == (0.1, 0.2, 0.3, -0.4, 0.5, 6.0, 0.7)

@@ -78,7 +78,7 @@ def test_what_was_not_known_counts_as_usual(name: str) -> None:
     for fit in head.calibrations.values():
         assert isinstance(fit, CascadeCalibration)
         assert math.isfinite(fit.width)
-        assert (fit.signal, fit.toward_low, fit.toward_high) == (0.0, -1.0, 1.0)
+        assert (fit.signal, fit.toward_low, fit.toward_high) == (0.0, -2.0, 2.0)
         assert fit.most == fit.flat == fit.envelope == math.inf
     assert is_coded(head.index, head.weight) == (head.bias is not None)
     assert isinstance(head._cascade, Cascade)

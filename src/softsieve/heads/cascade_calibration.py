@@ -93,6 +93,12 @@ class Truth(NamedTuple):
     best: Tensor  # (N, k), falling
     log_z: Tensor  # (N,)
 
+    @property
+    def rounding(self) -> Tensor:
+        """What logits and log Z may be off by all the same. (N,)"""
+        largest = torch.cat([self.best, self.log_z[:, None]], -1).abs().amax(-1)
+        return 16 * torch.finfo(self.best.dtype).eps * (1 + largest.double())
+
     def some(self, rows: Tensor) -> Truth:
         return Truth(self.best[rows], self.log_z[rows])
 
@@ -152,8 +158,7 @@ def right(asked: Asked, exact: Truth, calibration: CascadeCalibration) -> Tensor
 
     Up to rounding. What the kernel did not answer is answered exactly.
     """
-    largest = torch.cat([exact.best, exact.log_z[:, None]], -1).abs().amax(-1)
-    rounding = 16 * torch.finfo(exact.best.dtype).eps * (1 + largest.double())
+    rounding = exact.rounding
     top = ((asked.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - asked.log_z
     ratio = error.expm1() if calibration.k else (-error).expm1()  # probabilities have the normaliser below the line
@@ -268,7 +273,8 @@ def _shape(sample: _Sample, start: CascadeCalibration, progress: Report) -> Casc
         progress("correcting masses", 0.1 / len(CORRECTIONS))
     _, best, error, asked = min(trials, key=lambda trial: trial[0])
     doubt = asked.half[asked.state == 0]
-    ratio = error.abs() / doubt.clamp_min(1e-12)
+    # Errors that are nothing but rounding call for no doubt.
+    ratio = (error.abs() - sample.exact.rounding[asked.state == 0]).clamp_min(0) / doubt.clamp_min(1e-12)
     usual = float(ratio.quantile(0.9)) if len(ratio) else 1.0
     return best._replace(
         doubt=max(usual, 1e-3), interval=2 * float(ratio.max()) / max(usual, 1e-3) if len(ratio) else math.inf
