@@ -334,7 +334,7 @@ def test_a_small_shard_calibrates_for_what_it_has(pair: list[Found]) -> None:
 def test_files(pair: list[Found]) -> None:
     for found, rows in zip(pair, ((0, 1900), (1900, 3000)), strict=True):
         answer, where, delta = found["loaded"]
-        # The weight that was read is laid out otherwise, for which the kernels are compiled again, and may round otherwise.
+        # A query that falls back takes the product, which may round otherwise for a weight elsewhere in memory.
         torch.testing.assert_close(tuple(answer), tuple(found["cascade"][0]), rtol=1e-5, atol=1e-5)
         assert (where, delta) == (rows, DELTA)
 
