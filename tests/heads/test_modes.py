@@ -6,7 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,6 +20,7 @@ from softsieve import AdaptiveSoftmax
 from softsieve.heads import DriftWarning, cascade_calibration
 from softsieve.heads.modes import own_modes
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
+from tests.helpers import default_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
 
@@ -35,16 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "declared noise": {"method": "coordinates", "guarantee": "pac", "noise": 1.0},
 }
 FITTED = {"auto": 100, "cascade": 100, "coordinates": 15}  # sample queries
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
