@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.measure import percentiles
 from softsieve.heads import AdaptiveSoftmax
+from softsieve.heads.cascade.index import lengths
 
 PRODUCT, WHOLE, OURS = "F.linear", "linear + softmax + topk", "cascade"
 METHODS = (PRODUCT, WHOLE, OURS)
@@ -36,7 +37,7 @@ class Result(NamedTuple):
     preview: int  # columns
     tier: int  # columns, 0: none
     width: float
-    survivors: float  # of the preview, in the mean
+    coordinates: float  # entries of codes and weight that were read, in the mean
     auto: str  # what method="auto" takes for this batch size, called one by one
 
 
@@ -57,13 +58,10 @@ def measure(
     """All methods on the same queries, taking turns; queries are in the weight's dtype."""
     head = AdaptiveSoftmax(weight, eps=eps, delta=delta, beta=beta, method="cascade", seed=seed)
     fit = head.calibrate(calibration.to(weight.dtype), k, generator=torch.Generator().manual_seed(seed))
-    auto = AdaptiveSoftmax(weight, eps=eps, delta=delta, beta=beta, seed=seed)
-    auto.calibrations = head.calibrations
     queries = test.to(weight.dtype)
     found = head.coverage(queries, k)
-    engine = head._built()
-    asked = engine.answer(queries.float() * beta, fit)
-    n, d = weight.shape
+    coordinates = float(head.topk(queries, k).coordinates.double().mean())
+    (n, d), tiers = weight.shape, lengths(weight.shape[1])[1]
     results = []
     for batch in batches:
         static = queries[:batch].clone()
@@ -80,10 +78,9 @@ def measure(
                 Result(
                     name, n, d, batch, method, median, low, high, product / median, whole / median,
                     found.right if ours else 1.0, found.exact if ours else 1.0, 1 / found.read if ours else 1.0,
-                    engine.tiers[fit.first] if ours else 0,  # type: ignore[union-attr]
-                    engine.tiers[fit.tier] if ours and fit.tier >= 0 else 0,  # type: ignore[union-attr]
-                    fit.width if ours else 0.0, float(asked.survivors.double().mean()) if ours else float(n),
-                    "exact" if auto._cascading(k, batch) is None else "cascade",
+                    tiers[fit.first] if ours else 0, tiers[fit.tier] if ours and fit.tier >= 0 else 0,
+                    fit.width if ours else 0.0, coordinates if ours else float(n * d),
+                    "cascade" if batch <= fit.batch else "exact",
                 )
             )  # fmt: skip
     return results

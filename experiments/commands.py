@@ -12,7 +12,7 @@ from softsieve.cli.head_bench import Delta, Eps, Seed
 from softsieve.cli.progress import watched
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from softsieve._progress import Report
+    from softsieve._progress import Progress
 
 app = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
 
@@ -278,7 +278,7 @@ def perplexity(
         weight: Any = output_layer(network).weight
         for one in k:
             _checks.whole_number("k", one, 1, len(weight))
-        half: Report = lambda what, share: progress(what, share / 2)  # noqa: E731
+        half: Progress = lambda what, share: progress(what, share / 2)  # noqa: E731
         chosen: dict[str, Any] = {"calibration": calibration, "tokens": tokens, "window": window, "first": first}
         reading = suite.read(network, tokenizer, content, **chosen, place=str(text), progress=half)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "ks": k, "seed": seed}

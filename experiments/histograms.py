@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.variance import Instance, errors
-from softsieve._progress import Report, in_silence
+from softsieve._progress import Progress, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 
@@ -32,7 +32,7 @@ SMALLEST = 1e-12  # what is drawn on a logarithmic axis is at least this
 
 
 def order_terms(
-    instance: Instance, size: int, *, generator: torch.Generator, progress: Report = in_silence
+    instance: Instance, size: int, *, generator: torch.Generator, progress: Progress = no_progress
 ) -> tuple[Tensor, Tensor]:
     """The first- and second-order terms of every query, (queries,) each."""
     first, second = [], []
@@ -66,7 +66,12 @@ def histogram(values: Tensor, bins: int, *, logarithmic: bool = False) -> list[t
 
 
 def run(
-    instances: Iterable[Instance], *, share: float = 0.25, bins: int = 60, seed: int = 0, progress: Report = in_silence
+    instances: Iterable[Instance],
+    *,
+    share: float = 0.25,
+    bins: int = 60,
+    seed: int = 0,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """A row for every bin of every histogram; estimates read ``share`` of the coordinates."""
     if not 0 < share <= 1:

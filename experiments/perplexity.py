@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Report, in_silence
+from softsieve._progress import Progress, no_progress
 from softsieve.comparisons.heads import exact_logits
 from softsieve.comparisons.output import new_figure
-from softsieve.heads import AdaptiveSoftmax
-from softsieve.heads.cascade_answers import DriftWarning
+from softsieve.heads import AdaptiveSoftmax, DriftWarning
 from softsieve.integrations.hidden_states import Head, collect, tokens_of
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def read(
     first: int | None = None,
     window: int = 256,
     place: str = _TEXT,
-    progress: Report = in_silence,
+    progress: Progress = no_progress,
 ) -> Reading:
     """Hidden states over a text, in windows that know nothing of each other.
 
@@ -86,7 +85,7 @@ def measure(
     eps: float = 0.3,
     delta: float = 0.01,
     seed: int = 0,
-    progress: Report = in_silence,
+    progress: Progress = no_progress,
 ) -> list[Losses]:
     """What the exact head makes of the text, and for every k a cascade that is asked one state at a time.
 
@@ -116,7 +115,7 @@ def _exact(reading: Reading) -> Losses:
     return Losses(None, torch.cat(loss), read, torch.ones(len(states), dtype=torch.bool))
 
 
-def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, progress: Report) -> Losses:
+def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, progress: Progress) -> Losses:
     states, softcap = reading.head.corpora[_TEXT].test, reading.head.softcap
     loss, read, exactly = [], [], []
     with warnings.catch_warnings():

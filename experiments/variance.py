@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Report, in_silence
+from softsieve._progress import Progress, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
-from softsieve.heads.estimators import ESTIMATORS
-from softsieve.heads.hadamard import padded, random_signs, rotate
+from softsieve.heads.coordinates.estimators import ESTIMATORS
+from softsieve.heads.coordinates.hadamard import padded, random_signs, rotate
 from softsieve.integrations.head_file import read_head
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def rotated(instance: Instance, *, generator: torch.Generator) -> Instance:
 
 
 def run(
-    instances: Iterable[Instance], *, shares: int = 7, repeats: int = 4, seed: int = 0, progress: Report = in_silence
+    instances: Iterable[Instance], *, shares: int = 7, repeats: int = 4, seed: int = 0, progress: Progress = no_progress
 ) -> list[dict[str, Any]]:
     """A row for every instance, estimator, with and without rotation, and size: d, d/2, d/4, ... (``shares`` of them).
 

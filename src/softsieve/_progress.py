@@ -1,11 +1,11 @@
-"""How long work tells how far it is."""
+"""Progress callbacks: what long work calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Report = Callable[[str, float], object]  # called with what was just done, and the share of the whole that it was
+Progress = Callable[[str, float], object]  # called with what was just done, and the share of the whole that it was
 
 
-def in_silence(what: str, share: float) -> None:
-    """The `Report` of who does not watch."""
+def no_progress(what: str, share: float) -> None:
+    """The progress callback of a caller who does not watch."""

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from softsieve.cli import app
-from softsieve.heads import cascade_calibration
+from softsieve.heads.cascade import calibration as cascade_calibration
 from softsieve.integrations import generation
 from softsieve.integrations.adaptive_head import INDEX, AdaptiveHead
 

@@ -17,7 +17,7 @@ from softsieve import AdaptiveSoftmax
 from softsieve.cli import app
 from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import index_file
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.cascade.fit import CascadeCalibration
 from softsieve.reference.heads import topk_softmax
 
 N, D = 300, 32

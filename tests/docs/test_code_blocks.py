@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from benchmarks import commands as benchmarks
 from experiments import commands as experiments
 from softsieve.cli import app
-from softsieve.heads import cascade_calibration
+from softsieve.heads.cascade import calibration as cascade_calibration
 from tests.docs.site_blocks import ROOT, Block, blocks_of, commands_in, mentioned, pages, split
 from tests.docs.stand_ins import names_of
 

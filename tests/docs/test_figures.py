@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from softsieve.heads import calibration, cascade_calibration
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.coordinates import calibration
 from tests.docs.site_blocks import ROOT, pages, split, text_of
 
 FIGURE = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?=x?\b)")

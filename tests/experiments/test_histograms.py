@@ -8,7 +8,7 @@ import torch
 from experiments import histograms
 from experiments.variance import instances
 from softsieve.errors import InputError
-from softsieve.heads.estimators import ESTIMATORS, Estimate
+from softsieve.heads.coordinates.estimators import ESTIMATORS, Estimate
 
 
 def test_all_values_are_counted_where_they_are() -> None:

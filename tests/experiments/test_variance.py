@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from experiments import variance
 from experiments.variance import Instance
 from softsieve.errors import InputError
-from softsieve.heads.estimators import ESTIMATORS, Estimate
+from softsieve.heads.coordinates.estimators import ESTIMATORS, Estimate
 
 PARTS = ("calibration", "test")
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import SyntheticHead, make_head
-from softsieve.heads import CascadeCalibration
-from softsieve.heads.basis import Moments
-from softsieve.heads.cascade import build
-from softsieve.heads.cascade_gpu import GpuCascade
+from softsieve.heads import GpuCascadeCalibration
+from softsieve.heads.cascade.basis import Moments
+from softsieve.heads.cascade.gpu import GpuCascade
+from softsieve.heads.cascade.index import build
+from softsieve.heads.engine import Layer, Options
 
 HEADS = Path(__file__).parent / "heads.npz"
 CASES: dict[str, dict[str, Any]] = {
@@ -73,15 +74,13 @@ def gpu_answers() -> dict[str, Tensor]:
     weight, x = made.weight.float(), made.test.float()
     bias, moments = torch.randn(1500, generator=torch.Generator().manual_seed(1)) / 2, Moments(96)
     moments.update(made.calibration.float())
-    fitted = {"width": 4.0, "correction": 0.5, "doubt": 0.3, "interval": 2.0, "capacity": 1024}
-    fit = CascadeCalibration(
-        8, 0.3, 0.01, 500, right=1.0, read=0.1, first=0, second=0, limit=0.0, low=0.0, high=100.0, batch=64, **fitted
-    )  # type: ignore[arg-type]
+    fitted = {"width": 4.0, "correction": 0.5, "doubt": 0.3, "interval": 2.0, "first": 0, "tier": -1, "capacity": 1024}
+    fit = GpuCascadeCalibration(8, 0.3, 0.01, 500, right=1.0, read=0.1, low=0.0, high=100.0, batch=64, **fitted)  # type: ignore[arg-type]
     answers: dict[str, Tensor] = {}
     for beta in (1.0, 0.7):
-        engine = GpuCascade(build(weight, bias, moments), weight, bias, beta)
-        found, logits = engine.solve(x, fit, scale=beta, dense=torch.float32)
-        ends, _ = engine.upper_ends(x * beta, fit._replace(envelope=6.0))
+        engine = GpuCascade(Layer(weight, bias, Options(beta)), build(weight, bias, moments))
+        found, logits = engine.replay(x, fit, torch.float32)
+        ends, _ = engine.ends(x * beta, fit._replace(envelope=6.0))
         values = {"indices": found.indices, "probs": found.probs, "logits": found.logits, "log_z": found.log_z,
                   "interval": found.interval, "coordinates": found.coordinates, "bytes_read": found.bytes_read,
                   "all logits": logits, "upper ends": ends}  # fmt: skip

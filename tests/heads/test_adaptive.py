@@ -126,7 +126,7 @@ def test_a_batch_is_its_queries() -> None:
 
 def test_column_and_entry_reads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows are read by columns, few by entries: the same intervals either way, up to rounding."""
-    from softsieve.heads import coordinates
+    from softsieve.heads.coordinates import algorithm as coordinates
 
     weight, x = made(count=40, n=1500, d=600)
     head = AdaptiveSoftmax(weight, method="coordinates", delta=0.01)
@@ -145,7 +145,7 @@ def test_column_and_entry_reads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from softsieve.heads import coordinates
+    from softsieve.heads.coordinates import algorithm as coordinates
 
     weight, x = made(count=9)
     monkeypatch.setattr(coordinates, "AT_ONCE", 2 * N)

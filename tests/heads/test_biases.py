@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads import cascade_calibration
-from softsieve.heads.cascade_calibration import CascadeCalibration, needed
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade.calibration import needed
+from softsieve.heads.cascade.fit import CascadeCalibration
 from softsieve.reference import heads as reference
 from tests.heads.instances import Maker, language, plausible, right, spectral
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 N, D, EPS, DELTA = 4000, 64, 0.3, 0.05
 

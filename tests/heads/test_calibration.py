@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads.calibration import needed
+from softsieve.heads.coordinates.calibration import needed
 from tests.heads.instances import gaussian, peaked, right
 
 

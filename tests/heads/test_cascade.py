@@ -17,16 +17,21 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import make_head
-from softsieve.heads import TopK, basis, cascade, cascade_calibration
-from softsieve.heads.basis import Moments, joint_basis, second_moment
-from softsieve.heads.cascade import BLOCK, PROBES, SAMPLES, SPREADS, Cascade, Index, checksums, lengths
-from softsieve.heads.cascade_answers import WeightChanged
+from softsieve.heads import TopK, WeightChanged
+from softsieve.heads.cascade import basis
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import index as cascade
+from softsieve.heads.cascade.basis import Moments, joint_basis, second_moment
+from softsieve.heads.cascade.cpu import SAMPLES, CpuCascade
+from softsieve.heads.cascade.index import BLOCK, PROBES, SPREADS, Index, lengths
+from softsieve.heads.engine import Layer
+from softsieve.heads.watching import checksums
 from softsieve.kernels.cascade_numba import ALONE, Plan, Usual
 from softsieve.reference import heads as reference
 from tests.heads.instances import gaussian, plausible, right
 
 # A query or two of the same kind are taken for another one.
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 N, D, DELTA, EPS = 1100, 130, 0.1, 0.3
 
@@ -418,8 +423,8 @@ def test_strided_weights_are_not_copied(layout: str) -> None:
     assert not weight.is_contiguous()
     head, other = fitted(weight, x[:200], 3), fitted(plain, x[:200], 3)
     assert head.weight.data_ptr() == weight.data_ptr()
-    assert head._cascade is not None
-    assert np.shares_memory(head._cascade._arrays.weight, weight.numpy())
+    assert isinstance(head._engine, CpuCascade)
+    assert np.shares_memory(head._engine._arrays.weight, weight.numpy())
     one, two = head.topk(x[200:], 3), other.topk(x[200:], 3)
     torch.testing.assert_close(one.logits, two.logits, rtol=1e-4, atol=1e-4)
     assert float((one.indices == two.indices).double().mean()) > 0.95
@@ -660,16 +665,16 @@ def test_a_query_does_not_depend_on_its_batch(changeable: tuple[AdaptiveSoftmax,
 def test_threads_that_are_parallel_themselves() -> None:
     """Eight ask one engine at the same time, each with several threads of numba for a query."""
     weight, x = gaussian(135_000, 128, 16, generator())
-    engine = Cascade(index_of(weight, x), weight, None, 1.0)
+    engine = CpuCascade(Layer(weight), index_of(weight, x))
     length = lengths(128)[0][-1]
     assert len(engine.index.columns) * BLOCK * length > ALONE
     last, anything = engine.previews - 1, Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
     chosen = Plan(8, last, last, math.inf, 2.0, 0.5, math.log(0.01), 0.0, 1.0, anything, upper=False)
-    alone = engine.ask(x, chosen)
-    assert not alone.state.any()
+    alone = engine._run(x, chosen)
+    assert not any(answer.state for answer in alone[2])
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda _: engine.ask(x, chosen), range(16)))
-    assert all(torch.equal(one, other) for asked in together for one, other in zip(alone, asked, strict=True))
+        together = list(pool.map(lambda _: engine._run(x, chosen), range(16)))
+    assert all(np.array_equal(one, other) for run in together for one, other in zip(alone, run, strict=True))
 
 
 def test_threads(changeable: tuple[AdaptiveSoftmax, Tensor]) -> None:

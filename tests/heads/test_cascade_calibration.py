@@ -16,10 +16,12 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
-from softsieve.heads import TopK, cascade_calibration, index_file
-from softsieve.heads.cascade import Asked, Index, plan_of
-from softsieve.heads.cascade_answers import DriftWarning, WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration, Truth, _cheapest, allowed, half_width, needed
+from softsieve.heads import DriftWarning, TopK, WeightChanged, index_file
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade.calibration import Trial, Truth, allowed, needed
+from softsieve.heads.cascade.cpu import CpuCascade, cheapest, plan_of
+from softsieve.heads.cascade.fit import CascadeCalibration, half_width
+from softsieve.heads.cascade.index import Index
 from softsieve.kernels.cascade_numba import Plan, Usual
 from softsieve.reference import heads as reference
 from tests.heads.instances import Made, Maker, common, gaussian, heavy_tailed, language, peaked, plausible, right
@@ -129,9 +131,9 @@ def test_progress_adds_up() -> None:
 # -- who is right ------------------------------------------------------------------------------------------------------
 
 
-def asked(logits: list[float], log_z: float, half: float = 1.0, state: int = 0) -> Asked:
+def asked(logits: list[float], log_z: float, half: float = 1.0, state: int = 0) -> Trial:
     one = torch.zeros(1, dtype=torch.int64)
-    return Asked(
+    return Trial(
         torch.tensor([state]),
         torch.zeros(1, len(logits), dtype=torch.int64),
         torch.tensor([logits]),
@@ -144,7 +146,6 @@ def asked(logits: list[float], log_z: float, half: float = 1.0, state: int = 0) 
         torch.ones(1, dtype=torch.float64),
         torch.ones(1, dtype=torch.float64),
         torch.ones(1, dtype=torch.float64),
-        torch.zeros(1, 0),
     )
 
 
@@ -172,7 +173,7 @@ TRUTH = Truth(torch.tensor([[5.0, 3.0]]), torch.tensor([6.0]))
         (asked([5.0, 3.0], math.nan), False),
     ],
 )
-def test_right(answer: Asked, expected: bool) -> None:
+def test_right(answer: Trial, expected: bool) -> None:
     assert cascade_calibration.right(answer, TRUTH, FIT).tolist() == [expected]
 
 
@@ -204,7 +205,7 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     bias = torch.randn(50, generator=generator(1))
     head = AdaptiveSoftmax(weight, bias)
     monkeypatch.setattr(cascade_calibration, "_AT_ONCE", 150)
-    found = cascade_calibration.truth(head._plain, x, bias, 3)
+    found = cascade_calibration.truth(head._layer.reader, x, bias, 3)
     expected = reference.topk_softmax(weight, x, 3, bias)
     torch.testing.assert_close(found.best, expected.logits.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.log_z, expected.log_z.float(), rtol=1e-5, atol=1e-5)
@@ -238,7 +239,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     [(language, 600, 32), (language, 1500, 64), (peaked, 600, 48), (gaussian, 600, 32), (common, 600, 32)],
 )
 @pytest.mark.usefixtures("_untimed")
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_answers_are_right_as_often_as_promised(kind: Maker, n: int, d: int) -> None:
     """Over heads, calibrations and queries that are new each time.
 
@@ -268,7 +269,7 @@ def test_answers_are_right_as_often_as_promised(kind: Maker, n: int, d: int) -> 
 
 
 @pytest.mark.usefixtures("_untimed")
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_one_new_query_each() -> None:
     """The same for a single query of heads that are all different."""
     wrong = trials = 0
@@ -291,7 +292,7 @@ def test_a_narrower_width_would_break_the_promise() -> None:
     assert not plausible(int((~fine).sum()), 500, DELTA)
 
 
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_small_eps_and_delta() -> None:
     """The exact answers, or said to be."""
     weight, x = language(400, 32, 6000, generator())
@@ -334,12 +335,12 @@ def copied(head: AdaptiveSoftmax) -> AdaptiveSoftmax:
     """The same, to be changed."""
     other = AdaptiveSoftmax(head.weight, eps=head.eps, delta=head.delta, method=head.method)
     assert head.index is not None
-    other._use(Index(*(value.clone() for value in head.index)))
-    other.calibrations = dict(head.calibrations)
+    other._engine = CpuCascade(other._layer, Index(*(value.clone() for value in head.index)))
+    other._engine.calibrations = dict(head.calibrations)
     return other
 
 
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_a_larger_k_serves(several: tuple[AdaptiveSoftmax, Tensor]) -> None:
     """The least that is large enough."""
     head, x = several
@@ -467,7 +468,7 @@ def test_auto_takes_what_is_faster(several: tuple[AdaptiveSoftmax, Tensor]) -> N
     head = AdaptiveSoftmax(several[0].weight, eps=EPS, delta=DELTA)
     assert head.topk(x, 8).exact.all()
     assert head.log_partition(x).exact.all()
-    head._use(several[0].index)  # type: ignore[arg-type]
+    head._engine = CpuCascade(head._layer, several[0].index)  # type: ignore[arg-type]
     assert head.topk(x, 8).exact.all()  # not calibrated yet
     head.calibrations[8] = fit._replace(batch=4)
     for batch in (1, 3, 4):
@@ -483,7 +484,7 @@ def test_auto_takes_what_is_faster(several: tuple[AdaptiveSoftmax, Tensor]) -> N
     assert head.topk(x[:1], 8).exact.all()
 
 
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_auto_calibrates() -> None:
     weight, x = language(600, 32, 300, generator())
     head = AdaptiveSoftmax(weight, delta=DELTA)
@@ -521,7 +522,7 @@ def test_seconds() -> None:
 # -- coverage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 @pytest.mark.parametrize("k", [0, 1, 8])
 def test_coverage(k: int, several: tuple[AdaptiveSoftmax, Tensor]) -> None:
     head, x = several
@@ -536,7 +537,7 @@ def test_coverage(k: int, several: tuple[AdaptiveSoftmax, Tensor]) -> None:
     assert found.exact >= 20 / len(x)
 
 
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_coverage_sees_what_is_wrong(several: tuple[AdaptiveSoftmax, Tensor]) -> None:
     head, x = copied(several[0]), several[1]
     fit = fit_of(head, 8)
@@ -702,7 +703,7 @@ def test_settings_are_plain(content: Content) -> None:
 
 
 @pytest.mark.parametrize("name", ["steps", "tier_steps", "spreads", "unit", "project", "centre", "columns", "records"])
-@pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+@pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 def test_values_that_cannot_be(name: str, content: Content, tmp_path: Path) -> None:
     """A clear error, or a head that answers; never anything else."""
     tensors, settings = content
@@ -732,7 +733,7 @@ def test_previews_are_those_that_cost_least() -> None:
         (5.0, torch.tensor([10, 20, 900, 950]), torch.tensor([1.0, 2.0, 90.0, 95.0])),
         (4.0, torch.tensor([3, 4, 50, 60]), torch.tensor([9.0, 9.0, 9.0, 9.0])),
     ]
-    found = _cheapest(FIT, levels, again=3)
+    found = cheapest(FIT, levels, again=3)
     assert (found.first, found.second, found.limit, found.width) == (0, 1, 20, 5.0)
-    alone = _cheapest(FIT, levels, again=1000)
+    alone = cheapest(FIT, levels, again=1000)
     assert (alone.first, alone.second, alone.limit, alone.width) == (1, 1, math.inf, 4.0)

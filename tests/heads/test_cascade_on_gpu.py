@@ -15,8 +15,8 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import SyntheticHead, make_head
-from softsieve.heads import CascadeCalibration, WeightChanged
-from softsieve.heads.cascade_gpu import GpuCascade
+from softsieve.heads import GpuCascadeCalibration, WeightChanged
+from softsieve.heads.cascade.gpu import GpuCascade
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -119,7 +119,7 @@ def test_the_exact_product_when_it_cannot_be_answered(made: SyntheticHead, head:
     x = made.test[:6].clone()
     x[1] = 40 * torch.randn(320, device="cuda")
     x[4] = 0
-    before = head._built().counts()  # type: ignore[union-attr]
+    before = head._engine.counts()  # type: ignore[union-attr]
     found, truth = head.topk(x, 8), exact(made, x)
     assert found.exact[1]
     torch.testing.assert_close(found.logits.double(), truth.topk(8).values, rtol=1e-4, atol=1e-3)
@@ -127,7 +127,7 @@ def test_the_exact_product_when_it_cannot_be_answered(made: SyntheticHead, head:
     torch.testing.assert_close(
         found.log_z[found.exact].double(), truth.logsumexp(-1)[found.exact], rtol=1e-4, atol=1e-3
     )
-    after = head._built().counts()  # type: ignore[union-attr]
+    after = head._engine.counts()  # type: ignore[union-attr]
     assert (after[0] - before[0], after[1] - before[1]) == (6, int(found.exact.sum()))
     assert (found.log_z_interval[found.exact].diff() == 0).all()
 
@@ -180,9 +180,9 @@ def test_an_index_of_the_cpu_is_one_for_the_gpu(made: SyntheticHead) -> None:
     with pytest.raises(RuntimeError, match="not calibrated"):
         here.topk(made.test[:1])
     fit: Any = here.calibrate(made.calibration, 1)
-    assert isinstance(fit, CascadeCalibration)
+    assert isinstance(fit, GpuCascadeCalibration)
     assert fit.capacity > 0
-    assert isinstance(here._built(), GpuCascade)
+    assert isinstance(here._engine, GpuCascade)
     assert here.coverage(made.test, 1).right > 0.98
 
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads import WeightChanged, cascade, cascade_calibration, watching
-from softsieve.heads.cascade import SAMPLES
+from softsieve.heads import WeightChanged, watching
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import index as cascade
+from softsieve.heads.cascade.cpu import SAMPLES, CpuCascade
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 N, D, K = 300, 32, 3
 COUNT = {"auto": 200, "cascade": 200, "coordinates": 20}  # sample queries
@@ -276,7 +278,7 @@ def test_a_file_of_an_index_for_other_rows(tmp_path: Path, monkeypatch: pytest.M
     head, weight, _ = made("cascade")
     assigned(weight)
     with monkeypatch.context() as patch:
-        patch.setattr(AdaptiveSoftmax, "_refuse_changes", lambda *_: None)
+        patch.setattr(CpuCascade, "check_weight", lambda _: None)
         head.save(tmp_path / "head.safetensors")
     with pytest.raises(ValueError, match="broken: weight: rows 0, 1, 2, 3, 4 have changed"):
         AdaptiveSoftmax.load(tmp_path / "head.safetensors")

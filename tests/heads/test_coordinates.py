@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softsieve.heads import coordinates
-from softsieve.heads.coordinates import Problem
+from softsieve.heads.coordinates import algorithm
+from softsieve.heads.coordinates.algorithm import Problem
 from softsieve.heads.reader import Reader
 
 
@@ -24,8 +24,10 @@ def test_probabilities(seed: int) -> None:
     low = torch.randn(1, 6, generator=g).double()
     high = low + torch.rand(1, 6, generator=g) * 2
     p = corners(low[0], high[0]).softmax(-1)
-    masses = coordinates._masses(low, high)
-    least, greatest = coordinates._probabilities(low, high, masses, coordinates._sums(masses), torch.arange(6)[None])
+    exponentials = algorithm._exponentials(low, high)
+    least, greatest = algorithm._probabilities(
+        low, high, exponentials, algorithm._sums(exponentials), torch.arange(6)[None]
+    )
     torch.testing.assert_close(least[0], p.amin(0))
     torch.testing.assert_close(greatest[0], p.amax(0))
 
@@ -34,7 +36,7 @@ def unsettled(low: Tensor, high: Tensor, k: int, eps: float = 0.3, read_chosen: 
     """Of one query."""
     reader = Reader(torch.zeros(len(low), 1))
     problem = Problem(reader, reader, torch.zeros(1, 1), torch.zeros(1, 1), None, k, eps, read_chosen)
-    wanted, chosen = coordinates._unsettled(problem, low[None], high[None], low[None] == high[None])
+    wanted, chosen = algorithm._unsettled(problem, low[None], high[None], low[None] == high[None])
     return wanted[0], chosen[0]
 
 

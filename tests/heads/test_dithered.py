@@ -1,4 +1,4 @@
-"""Dithered codes: kernels, errors of estimates, intervals, answers."""
+"""Codes codes: kernels, errors of estimates, intervals, answers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scipy.stats import kstest, norm
 from torch import Tensor
 
 from softsieve.heads import TopK, dithered
-from softsieve.heads.coordinates import Problem
-from softsieve.heads.dithered import Dithered, Known, half_widths
-from softsieve.heads.hadamard import rotate
+from softsieve.heads.coordinates.hadamard import rotate
+from softsieve.heads.dithered import Codes, Dithered, Known, half_widths
+from softsieve.heads.engine import Layer, Promise
 from softsieve.heads.reader import Reader
 from softsieve.kernels import dithered_numba as kernels
 from softsieve.kernels.cascade_numba import BLOCK
@@ -28,22 +28,20 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def topk(
-    head: Dithered, x: Tensor, k: int, *, eps: float = EPS, delta: float = DELTA, bias: Tensor | None = None
-) -> TopK:
+def topk(head: Codes, x: Tensor, k: int, *, eps: float = EPS, delta: float = DELTA, bias: Tensor | None = None) -> TopK:
     reader = Reader(head.weight)
     queries = x.to(reader.dtype)
     bias = None if bias is None else bias.to(reader.dtype)
-    return TopK(*head.solve(Problem(reader, reader, queries, queries, bias, k, eps, True), delta))
+    return TopK(*head.solve(queries, bias, k, Promise(eps, delta)))
 
 
-def known(head: Dithered, x: Tensor, delta: float = DELTA) -> Known:
+def known(head: Codes, x: Tensor, delta: float = DELTA) -> Known:
     """Of one query, all rows from their first codes."""
     dtype, (n, d) = head.index.scale.dtype, head.weight.shape
     return Known(head, x.to(dtype).numpy(), torch.zeros(0, dtype=dtype).numpy(), half_widths(n, d, delta))
 
 
-def refined(head: Dithered, x: Tensor, delta: float = DELTA) -> Known:
+def refined(head: Codes, x: Tensor, delta: float = DELTA) -> Known:
     """The same from both."""
     found = known(head, x, delta)
     found.read_further(np.arange(len(head.weight)))
@@ -129,7 +127,7 @@ def test_kth(rows: int) -> None:
 def test_estimates(rows: int, size: int) -> None:
     """Those of the definition."""
     weight, x = gaussian(rows, size, 1, generator(size))
-    head = Dithered(weight, seed=3)
+    head = Codes(weight, seed=3)
     index = head.index
     turned = torch.cat([weight.double() - index.centre, x.double()])
     turn(turned, index.signs)
@@ -168,7 +166,7 @@ def test_errors_are_uniform_and_independent() -> None:
     size, errors = 5, []
     weight, _ = adversarial(size, generator(0))
     for seed in range(400):
-        index = Dithered(weight, seed=seed).index
+        index = Codes(weight, seed=seed).index
         turned = weight.double() - index.centre
         turn(turned, index.signs)
         units = turned / index.scale[:, None]
@@ -209,7 +207,7 @@ def test_intervals_hold(size: int) -> None:
     for seed in range(trials):
         g = generator(seed)
         weight, x = adversarial(size, g) if seed % 2 else ((pair := gaussian(8, size, 1, g))[0], pair[1][0])
-        head = Dithered(weight, seed=1000 + seed)
+        head = Codes(weight, seed=1000 + seed)
         truth = weight.double() @ x.double()
         tiers = (known(head, x), refined(head, x))
         failures += any(broken(tier.low, tier.high, truth) for tier in tiers)
@@ -223,7 +221,7 @@ def test_narrower_intervals_would_not_hold() -> None:
     failures, trials = 0, 60
     for seed in range(trials):
         weight, x = gaussian(8, 33, 1, generator(seed))
-        found = known(Dithered(weight, seed=1000 + seed), x[0])
+        found = known(Codes(weight, seed=1000 + seed), x[0])
         middle, quarter = (found.low + found.high) / 2, (found.high - found.low) / 4
         failures += broken(middle - quarter, middle + quarter, weight.double() @ x[0].double())
     assert not plausible(failures, trials, DELTA)
@@ -259,7 +257,7 @@ def test_answers(kind: Maker) -> None:
         failures, trials = 0, 60
         for trial in range(trials):
             weight, x = kind(N, D, 1, generator(1000 * k + trial))
-            answer = topk(Dithered(weight, seed=trial), x, k)
+            answer = topk(Codes(weight, seed=trial), x, k)
             failures += int(~holds(answer, weight, x, EPS))
         assert plausible(failures, trials, DELTA), (k, failures)
 
@@ -272,7 +270,7 @@ def test_answers_of_many_rows(kind: Maker) -> None:
         g = generator(trial)
         weight, x = kind(1300, 101, 1, g)
         bias = 3 * torch.randn(1300, generator=g)
-        answer = topk(Dithered(weight, seed=trial), x, 3, bias=bias)
+        answer = topk(Codes(weight, seed=trial), x, 3, bias=bias)
         failures += int(~holds(answer, weight, x, EPS, bias))
         read += int(answer.bytes_read)
         assert not bool(answer.exact)
@@ -284,7 +282,7 @@ def test_normaliser() -> None:
     failures, trials = 0, 60
     for trial in range(trials):
         weight, x = (peaked if trial % 2 else gaussian)(600, D, 1, generator(trial))
-        found = topk(Dithered(weight, seed=trial), x, 0)
+        found = topk(Codes(weight, seed=trial), x, 0)
         off = found.log_z.double() - reference.logits(weight, x).logsumexp(-1)
         failures += not (bool(holds(found, weight, x, EPS)) and abs(off.expm1().item()) <= EPS + 1e-4)
         assert found.indices.shape == (1, 0)
@@ -293,26 +291,26 @@ def test_normaliser() -> None:
 
 def test_smaller_eps_and_delta_read_more() -> None:
     weight, x = gaussian(600, D, 4, generator(0))
-    head = Dithered(weight)
+    head = Codes(weight)
     read = [topk(head, x, 1, eps=eps, delta=delta).bytes_read for eps, delta in ((0.3, 0.2), (0.01, 0.2), (0.01, 1e-9))]
     assert bool((read[0] < read[1]).all() & (read[1] < read[2]).all())
 
 
 def test_ties() -> None:
     weight = torch.randn(1, 50, generator=generator(0)).repeat(700, 1)
-    answer = topk(Dithered(weight), weight[:2] / 10, 3)
+    answer = topk(Codes(weight), weight[:2] / 10, 3)
     torch.testing.assert_close(answer.probs, torch.full((2, 3), 1 / 700), rtol=1e-4, atol=0)
     assert all(len(set(row)) == 3 for row in answer.indices.tolist())
 
 
 def test_a_query_does_not_depend_on_its_batch() -> None:
     weight, x = peaked(700, 65, 5, generator(0))
-    head = Dithered(weight)
+    head = Codes(weight)
     together = topk(head, x, 3)
     for number in range(5):
         for field, alone in zip(together, topk(head, x[number : number + 1], 3), strict=True):
             torch.testing.assert_close(field[number : number + 1], alone, rtol=0, atol=0)
-    again = topk(Dithered(weight), x.T.contiguous().T, 3)
+    again = topk(Codes(weight), x.T.contiguous().T, 3)
     assert all(torch.equal(one, other) for one, other in zip(together, again, strict=True))
 
 
@@ -326,7 +324,7 @@ def test_dtypes_and_strides(dtype: torch.dtype, layout: str) -> None:
     if layout == "every other":
         weight = torch.stack([weight, -weight], -1).flatten(1)[:, ::2]
     before = weight.clone()
-    answer = topk(Dithered(weight), x, 3)
+    answer = topk(Codes(weight), x, 3)
     assert bool(right(answer, weight, x.to(answer.probs.dtype), EPS).all())
     assert answer.probs.dtype == answer.log_z.dtype == (dtype if dtype == torch.float64 else torch.float32)
     assert torch.equal(weight, before)
@@ -349,13 +347,13 @@ def test_bytes_and_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     counting(kernels, "refine", 3)
     counting(dithered, "exact_rows", 2)
-    answer = topk(Dithered(weight), x, 2, eps=0.05, bias=bias)
+    answer = topk(Codes(weight), x, 2, eps=0.05, bias=bias)
     assert 0 < rows["exact_rows"] < rows["refine"] < 600
     fixed = 600 * (17 + 4 + 4) + 33 * 4 + 2 * 32 + 2 * 33 * 8
     assert int(answer.bytes_read) == fixed + rows["refine"] * (17 + 4) + rows["exact_rows"] * 33 * 2
     assert int(answer.coordinates) == (600 + rows["refine"] + rows["exact_rows"]) * 33
     assert not bool(answer.exact)
-    assert bool(topk(Dithered(weight), x, 600).exact)
+    assert bool(topk(Codes(weight), x, 600).exact)
 
 
 # -- numbers at their limits -------------------------------------------------------------------------------------------
@@ -368,7 +366,7 @@ def test_magnitudes(magnitude: float, dtype: torch.dtype) -> None:
     weight, x = peaked(30, 40, 3, generator(0))
     weight[3], weight[5], x[1] = 0, weight[4], 0
     weight, x = weight.to(dtype) * magnitude, x.to(dtype) / magnitude
-    answer = topk(Dithered(weight), x, 4)
+    answer = topk(Codes(weight), x, 4)
     assert bool(right(answer, weight, x, EPS).all())
     assert bool(answer.log_z.isfinite().all())
 
@@ -377,20 +375,20 @@ def test_magnitudes(magnitude: float, dtype: torch.dtype) -> None:
 def test_tiny_and_huge_logits(scale: float) -> None:
     weight, x = peaked(30, 40, 3, generator(0))
     x = x * scale
-    assert bool(right(topk(Dithered(weight), x, 4), weight, x, EPS).all())
+    assert bool(right(topk(Codes(weight), x, 4), weight, x, EPS).all())
     weight = weight * scale
-    assert bool(right(topk(Dithered(weight), x, 4), weight, x, EPS).all())
+    assert bool(right(topk(Codes(weight), x, 4), weight, x, EPS).all())
 
 
 def test_rows_of_all_magnitudes() -> None:
     weight, x = peaked(31, 40, 3, generator(0))
     weight *= torch.logspace(-38, 0, 31)[:, None]
-    assert bool(right(topk(Dithered(weight), x, 4), weight, x, EPS).all())
+    assert bool(right(topk(Codes(weight), x, 4), weight, x, EPS).all())
 
 
 def test_nothing_more_is_read_for_a_zero_query() -> None:
     weight, x = gaussian(600, 40, 1, generator(0))
-    answer = topk(Dithered(weight), x * 0, 3)
+    answer = topk(Codes(weight), x * 0, 3)
     assert int(answer.coordinates) == 603 * 40
 
 
@@ -401,35 +399,27 @@ def test_beyond_float32() -> None:
     x[:, :20] = 0
     weight[:, 20:] *= 1e-10
     x[:, 20:] *= 1e10
-    answer = topk(Dithered(weight), x, 2)
+    answer = topk(Codes(weight), x, 2)
     assert bool(right(answer, weight, x, EPS).all() & answer.exact.all())
-    assert not bool(topk(Dithered(weight * 1e8), x + 1, 2).log_z.isfinite().any())
+    assert not bool(topk(Codes(weight * 1e8), x + 1, 2).log_z.isfinite().any())
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 9), (2, 1), (513, 1)])
 def test_smallest(rows: int, size: int) -> None:
     weight, x = gaussian(rows, size, 2, generator(rows))
     for k in {1, min(2, rows), rows}:
-        assert bool(right(topk(Dithered(weight), x, k), weight, x, EPS).all())
+        assert bool(right(topk(Codes(weight), x, k), weight, x, EPS).all())
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 
-def test_state() -> None:
+def test_the_codes_of_a_changed_weight_are_made_anew() -> None:
     weight, x = peaked(700, 65, 2, generator(0))
-    head = Dithered(weight, seed=5)
-    tensors = {name: value.clone() for name, value in head.state().items()}
-    assert sum(value.nbytes for value in tensors.values()) < 1.6 * weight.numel()
-    again = Dithered.from_state(weight, tensors)
-    assert all(torch.equal(one, other) for one, other in zip(topk(head, x, 3), topk(again, x, 3), strict=True))
-    for name, value in tensors.items():
-        for wrong in (value[:-1], value.to(torch.int32), value[None]):
-            with pytest.raises(ValueError, match=f"{name}: expected shape"):
-                Dithered.from_state(weight, {**tensors, name: wrong})
-        with pytest.raises(ValueError, match="index: expected centre, signs"):
-            Dithered.from_state(weight, {other: tensors[other] for other in tensors if other != name})
-    with pytest.raises(ValueError, match="scale: expected"):
-        Dithered.from_state(weight[:-1], tensors)
-    with pytest.raises(ValueError, match="centre: expected"):
-        Dithered.from_state(weight.double(), tensors)
+    engine, promise = Dithered(Layer(weight)), Promise(EPS, DELTA)
+    before = engine.topk(x, 3, promise)
+    assert all(torch.equal(one, other) for one, other in zip(before, engine.topk(x, 3, promise), strict=True))
+    weight.neg_()
+    assert bool(right(TopK(*engine.topk(x, 3, promise)), weight, x, EPS).all())
+    index = Codes(weight).index
+    assert sum(value.nbytes for value in index) < 1.6 * weight.numel()

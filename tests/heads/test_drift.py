@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads import cascade_calibration
-from softsieve.heads.cascade import Cascade
-from softsieve.heads.cascade_answers import DRIFTED, DriftWarning
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads import DriftWarning
+from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade.cpu import CpuCascade
+from softsieve.heads.cascade.fit import CascadeCalibration, Fallback
 from tests.heads.instances import Made, Maker, common, language, peaked, plausible, right, spectral
 
 N, D, DELTA = 2000, 64, 0.01
@@ -79,11 +79,11 @@ def calibrated(kind: Maker, seed: int, k: int = 1) -> Known:
 
 def judged(known: Known, x: Tensor) -> tuple[Tensor, Tensor]:
     """Which answers would be wrong without detection, and which queries it sends to the exact product."""
-    engine = known.head._cascade
-    assert isinstance(engine, Cascade)
-    truth = cascade_calibration.truth(known.head._plain, x, None, known.fit.k)
-    wrong = ~cascade_calibration.right(engine.answer(x, known.credulous), truth, known.credulous)
-    return wrong, engine.answer(x, known.fit).state == DRIFTED
+    engine = known.head._engine
+    assert isinstance(engine, CpuCascade)
+    truth = cascade_calibration.truth(engine.layer.reader, x, None, known.fit.k)
+    wrong = ~cascade_calibration.right(engine.trial(x, known.credulous), truth, known.credulous)
+    return wrong, engine.trial(x, known.fit).fallback == Fallback.DRIFTED
 
 
 def drifts(x: Tensor, sample: Tensor) -> dict[str, Tensor]:

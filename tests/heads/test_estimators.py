@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from softsieve.heads.estimators import ESTIMATORS, arrivals, importance, importance_without, inclusion, prefix
+from softsieve.heads.coordinates.estimators import (
+    ESTIMATORS,
+    arrivals,
+    importance,
+    importance_without,
+    inclusion,
+    prefix,
+)
 from softsieve.reference.heads import horvitz_thompson
 from tests.heads.instances import heavy_tailed
 

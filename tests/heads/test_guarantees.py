@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads.bounds import Bounds, Computed, Declared
+from softsieve.heads.coordinates.bounds import Bounds, Computed, Declared
 from softsieve.heads.reader import Reader
 from tests.heads.instances import KINDS, Maker, common, gaussian, heavy_tailed, peaked, plausible, right
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from softsieve.heads.hadamard import padded, random_signs, rotate
+from softsieve.heads.coordinates.hadamard import padded, random_signs, rotate
 
 
 @pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (576, 1024), (1024, 1024), (1025, 2048)])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads import cascade_calibration
+from softsieve.heads.cascade import calibration as cascade_calibration
 from softsieve.reference import heads as reference
 from tests.heads.instances import KINDS, Maker, language, plausible, right, spectral
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 EPS = 0.3
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads import DriftWarning, cascade_calibration
+from softsieve.heads import DriftWarning
+from softsieve.heads.cascade import calibration as cascade_calibration
 from softsieve.heads.modes import own_modes
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from tests.helpers import default_dtype
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 N, D, K = 300, 32, 3
 KINDS: dict[str, dict[str, Any]] = {

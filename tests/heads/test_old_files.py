@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads.cascade import Cascade, is_coded
-from softsieve.heads.cascade_answers import WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads import WeightChanged
+from softsieve.heads.cascade.cpu import CpuCascade
+from softsieve.heads.cascade.fit import CascadeCalibration
+from softsieve.heads.cascade.index import is_coded
 from tests.heads.instances import right
 from tests.heads.test_sampling import as_often
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 
 DATA, EPS = Path(__file__).parent / "data", 0.3
 CASCADES = ["cascade-plain-0.1", "cascade-bias-0.1"]
@@ -81,8 +82,8 @@ def test_what_was_not_known_counts_as_usual(name: str) -> None:
         assert (fit.signal, fit.toward_low, fit.toward_high) == (0.0, -2.0, 2.0)
         assert fit.most == fit.flat == fit.envelope == math.inf
     assert is_coded(head.index, head.weight) == (head.bias is not None)
-    assert isinstance(head._cascade, Cascade)
-    assert not len(head._cascade._arrays.base)  # a bias that is coded does not count twice
+    assert isinstance(head._engine, CpuCascade)
+    assert not len(head._engine._arrays.base)  # a bias that is coded does not count twice
 
 
 @pytest.mark.parametrize("name", CASCADES)
@@ -99,7 +100,7 @@ def test_saved_again(name: str, tmp_path: Path) -> None:
     head = load(name)
     head.save(tmp_path / "head")
     again = AdaptiveSoftmax.load(tmp_path / "head")
-    one, other = head._content(), again._content()
+    one, other = head._state(), again._state()
     assert one[1] == other[1]
     assert one[0].keys() == other[0].keys()
     assert all(torch.equal(value, other[0][key]) for key, value in one[0].items())

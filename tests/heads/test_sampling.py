@@ -12,13 +12,13 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import make_head
-from softsieve.heads.cascade import Cascade
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.cascade.cpu import CpuCascade
+from softsieve.heads.cascade.fit import CascadeCalibration
 from softsieve.heads.sampling import draw, draw_below
 from softsieve.reference.heads import topk_softmax
 from tests.heads.instances import spectral
 
-pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.cascade_answers.DriftWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 DRAWS = 20_000
 
 
@@ -113,10 +113,10 @@ def head(method: str, **options: Any) -> tuple[AdaptiveSoftmax, Tensor]:
 
 def bounded(made: AdaptiveSoftmax, x: Tensor, k: int) -> Tensor:
     """Whether no logit is above its upper end, and there are some that are below; (batch,)."""
-    engine, fit = made._cascade, made.calibrations[k]
-    assert isinstance(engine, Cascade)
+    engine, fit = made._engine, made.calibrations[k]
+    assert isinstance(engine, CpuCascade)
     assert isinstance(fit, CascadeCalibration)
-    ends, answered = engine.upper_ends(x, fit)
+    ends, answered = engine.ends(x, fit)
     exact = x @ made.weight.T
     return answered & (exact <= ends + 1e-4).all(-1) & (ends > exact + 0.1).any(-1)
 
@@ -219,7 +219,7 @@ def test_most_draws_take_no_exact_product(
     made, x = greedy
     products: list[int] = []
     rows: list[int] = []
-    exactly, some = made._exact_logits, made._logits_of
+    exactly, some = made._layer.logits, made._layer.logits_of
 
     def count_products(queries: Tensor) -> Tensor:
         products.append(len(queries))
@@ -229,8 +229,8 @@ def test_most_draws_take_no_exact_product(
         rows.append(len(row))
         return some(queries, query, row)
 
-    monkeypatch.setattr(made, "_exact_logits", count_products)
-    monkeypatch.setattr(made, "_logits_of", count_rows)
+    monkeypatch.setattr(made._layer, "logits", count_products)
+    monkeypatch.setattr(made._layer, "logits_of", count_rows)
     drawn = made.sample(x, temperature, generator=generator())
     assert bool(((drawn >= 0) & (drawn < 2000)).all())
     assert sum(products) <= share * len(x)
@@ -414,8 +414,9 @@ def test_the_largest_k_decides(cascade: tuple[AdaptiveSoftmax, Tensor]) -> None:
     best = exact.topk(12).indices
     assert float((made.logits(x) - exact)[best].abs().max()) < 1e-4
     other = AdaptiveSoftmax(made.weight, delta=0.1, method="cascade")
-    other._use(made._built().index)
-    other.calibrations = {1: made.calibrations[1]}
+    assert made.index is not None
+    other._engine = CpuCascade(other._layer, made.index)
+    other._engine.calibrations = {1: made.calibrations[1]}
     logits = other.logits(x)
     torch.testing.assert_close(logits.double().logsumexp(-1), other.topk(x, 1).log_z.double(), rtol=0, atol=1e-4)
     assert not torch.equal(logits, made.logits(x))

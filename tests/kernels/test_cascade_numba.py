@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from softsieve.heads.basis import Moments
-from softsieve.heads.cascade import SPREADS, Cascade, build, lengths, raw_bits
+from softsieve.heads.cascade.basis import Moments
+from softsieve.heads.cascade.cpu import CpuCascade, raw_bits
+from softsieve.heads.cascade.index import SPREADS, build, lengths
+from softsieve.heads.engine import Layer, Options
 from softsieve.kernels import cascade_numba as kernels
 from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRIFTED, EXPENSIVE, Plan, Usual
 from softsieve.reference import heads as reference
@@ -447,14 +449,14 @@ def test_patience() -> None:
 class Made(NamedTuple):
     """A head with its index."""
 
-    engine: Cascade
+    engine: CpuCascade
     weight: Tensor
     bias: Tensor | None
     beta: float
 
     def ask(self, x: Tensor, plan: Plan, *, dense: bool = False) -> tuple[kernels.Found, Array, Array, Array, Array]:
         """What the kernel finds, the top k, their logits, all logits, and the finalists."""
-        scaled = (x * self.beta).to(self.engine.dtype)
+        scaled = (x * self.beta).to(self.engine.layer.reader.dtype)
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
         found = kernels.ask(self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere)
@@ -504,7 +506,7 @@ def made(
     own = torch.randn(n, generator=g) if bias else None
     moments = Moments(d)
     moments.update((x * beta).float())
-    return Made(Cascade(build(weight, own, moments), weight, own, beta), weight, own, beta), x
+    return Made(CpuCascade(Layer(weight, own, Options(beta)), build(weight, own, moments)), weight, own, beta), x
 
 
 def compare(head: Made, x: Tensor, plan: Plan) -> str | None:

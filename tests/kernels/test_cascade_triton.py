@@ -15,9 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from softsieve.heads import cascade
-from softsieve.heads.basis import Moments
-from softsieve.heads.cascade_gpu import GpuCascade
+from softsieve.heads.cascade import index as cascade
+from softsieve.heads.cascade.basis import Moments
+from softsieve.heads.cascade.gpu import GpuCascade
+from softsieve.heads.engine import Layer, Options
 from softsieve.kernels import cascade_triton as kernels
 from softsieve.kernels.cascade_triton import ARRIVALS, CHOICE, DRIFTED, EXPENSIVE, Fields, Plan
 from softsieve.reference import heads as reference
@@ -88,7 +89,7 @@ class Asked:
     def ask(self, *, dense: torch.dtype | None = torch.float32) -> tuple[Fields, Tensor | None]:
         on_device = cascade.Index(*(value.to(DEVICE) for value in self.index))
         bias = None if self.bias is None else self.bias.to(DEVICE)
-        engine = GpuCascade(on_device, self.weight.to(DEVICE), bias, self.beta)
+        engine = GpuCascade(Layer(self.weight.to(DEVICE), bias, Options(self.beta)), on_device)
         out = None
         if dense is not None:
             out = torch.full((len(self.x), len(self.weight)), math.nan, dtype=dense, device=DEVICE)

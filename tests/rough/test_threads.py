@@ -159,24 +159,21 @@ def test_others_ask_while_one_builds_calibrates_and_saves(tmp_path: Path) -> Non
 
 
 def test_a_calibration_is_never_used_with_another_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build just between looking up the calibration and taking the engine."""
+    """A build just between choosing the engine and asking it."""
     asked = head("cascade")
-    true = AdaptiveSoftmax._built
-    fitted_with = {id(fit): asked._cascade for fit in asked.calibrations.values()}
-    rebuilt: list[bool] = []
+    chosen, before, x = AdaptiveSoftmax._choose, asked._engine, 3 * made(20, 9)
+    expected = asked.topk(x, 5)
 
-    def built(self: AdaptiveSoftmax, **options: Any) -> Any:
-        if not rebuilt:
-            rebuilt.append(True)
-            self.build(3 * made(200, 7))
-            self.calibrate(3 * made(300, 8), 5, generator=torch.Generator().manual_seed(0))
-            fitted_with.update({id(fit): self._cascade for fit in self.calibrations.values()})
-        return true(self, **options)
+    def choose(self: AdaptiveSoftmax, k: int, batch: int) -> Any:
+        engine = chosen(self, k, batch)
+        self.build(3 * made(200, 7))
+        self.calibrate(3 * made(300, 8), 5, generator=torch.Generator().manual_seed(0))
+        return engine
 
-    monkeypatch.setattr(AdaptiveSoftmax, "_built", built)
-    fit, engine = asked._fitted(5, 1) or (None, None)
-    assert rebuilt
-    assert fitted_with[id(fit)] is engine
+    monkeypatch.setattr(AdaptiveSoftmax, "_choose", choose)
+    answer = asked.topk(x, 5)
+    assert asked._engine is not before
+    assert all(map(torch.equal, answer, expected))
 
 
 def test_calibrations_that_another_thread_reads_do_not_change() -> None:

@@ -280,7 +280,7 @@ def _write(
     """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
     import torch
 
-    from softsieve.heads.cascade_answers import DriftWarning
+    from softsieve.heads import DriftWarning
     from softsieve.integrations import generation
 
     def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
 
-    from softsieve._progress import Report
+    from softsieve._progress import Progress
 
 
 def error_console() -> Console:
@@ -21,7 +21,7 @@ def error_console() -> Console:
 
 
 @contextmanager
-def bar(console: Console, what: str = "") -> Iterator[Report]:
+def bar(console: Console, what: str = "") -> Iterator[Progress]:
     """A progress callback that moves a bar, which goes away at the end; only a terminal shows it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -32,7 +32,7 @@ def bar(console: Console, what: str = "") -> Iterator[Report]:
 
 
 @contextmanager
-def watched(out: Path) -> Iterator[Report]:
+def watched(out: Path) -> Iterator[Progress]:
     """Errors in one line, a place for the results before anything is computed, and a bar of how far it is."""
     from softsieve.cli.errors import one_line
     from softsieve.comparisons.output import expect_place

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from softsieve.extras import package
 from softsieve.heads import AdaptiveSoftmax
-from softsieve.heads.calibration import needed
+from softsieve.heads.coordinates.calibration import needed
 
 EF_SEARCH = (32, 128, 512, 2048)
 NPROBE = (1, 8, 32, 128, 512)

@@ -1,10 +1,10 @@
 """Linear heads that answer without reading all of their weight."""
 
 from softsieve.heads.adaptive import AdaptiveSoftmax
-from softsieve.heads.calibration import Calibration
-from softsieve.heads.cascade_answers import DriftWarning, WeightChanged
-from softsieve.heads.cascade_calibration import CascadeCalibration
+from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, GpuCascadeCalibration
+from softsieve.heads.coordinates.calibration import Calibration
 from softsieve.heads.results import Coverage, LogPartition, TopK
+from softsieve.heads.watching import WeightChanged
 
 __all__ = [
     "AdaptiveSoftmax",
@@ -12,6 +12,7 @@ __all__ = [
     "CascadeCalibration",
     "Coverage",
     "DriftWarning",
+    "GpuCascadeCalibration",
     "LogPartition",
     "TopK",
     "WeightChanged",

@@ -25,6 +25,7 @@ Needs numba, so import this module where it is used.
 from __future__ import annotations
 
 import math
+import threading
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -32,16 +33,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve.heads.cascade import one_at_a_time, raw_bits
-from softsieve.heads.coordinates import Answer, Problem
+from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits
+from softsieve.heads.engine import Answer, Engine, Layer, Promise
 from softsieve.heads.reader import Reader
+from softsieve.heads.watching import Sample
 from softsieve.kernels import dithered_numba as kernels
 from softsieve.kernels.cascade_numba import BLOCK, exact_rows
 
 REACH = 7.5  # scales from 0 that 16 codes cover, whatever the dither
 FINER = 15  # by so much the second code is finer than the first
 SIGNS = 1 / (4 * NormalDist().cdf(-math.sqrt(2)))  # 3.18
-REST = 1.5  # of eps: what rows not read further may leave open, relative to the normaliser; less than 2
+REST = 1.5  # of eps: what rows not read further may leave open, relative to the partition function; less than 2
 
 Array = Any  # np.ndarray, of any shape and dtype
 
@@ -130,61 +132,49 @@ def half_widths(n: int, d: int, delta: float) -> tuple[float, float]:
     return uniform + coarse, uniform / FINER + coarse + fine / FINER
 
 
-class Dithered:
-    """The top k softmax values of a linear head from dithered codes of its weight.
-
-    Args:
-        weight: on the CPU. Kept as it is, without a copy; the index takes a byte for each entry. (n, d)
-        seed: of rotation and dithers.
-    """
+class Codes:
+    """Dithered codes of a weight on the CPU (n, d), which take a byte for each entry; ``seed`` is that of all draws."""
 
     def __init__(self, weight: Tensor, *, seed: int = 0) -> None:
-        self._use(weight.detach(), build(weight.detach(), seed))
+        self.weight, self.index = weight.detach(), build(weight.detach(), seed)
+        self._weight, self._factors = raw_bits(self.weight), _factors(self.index)
+        self._centre, _, self._dither, self._scale, self._coarse, self._fine = (value.numpy() for value in self.index)
 
-    def _use(self, weight: Tensor, index: Index) -> None:
-        self.weight, self.index = weight, index
-        self._weight, self._factors = raw_bits(weight), _factors(index)
-        self._centre, _, self._dither, self._scale, self._coarse, self._fine = (value.numpy() for value in index)
-
-    def state(self) -> dict[str, Tensor]:
-        """The index as tensors with names."""
-        return self.index._asdict()
-
-    @classmethod
-    def from_state(cls, weight: Tensor, tensors: dict[str, Tensor]) -> Dithered:
-        """What `state` was, for the weight that it was made from.
-
-        Raises:
-            ValueError: for tensors that cannot be those of this weight, naming them.
-        """
-        reader = Reader(weight.detach())
-        with torch.device("meta"):
-            expected = empty(reader.rows, reader.size, reader.dtype)._asdict()
-        if tensors.keys() != expected.keys():
-            raise ValueError(f"index: expected {', '.join(expected)}, found {', '.join(tensors) or 'nothing'}")
-        for name, like in expected.items():
-            found = tensors[name]
-            if found.shape != like.shape or found.dtype != like.dtype:
-                raise ValueError(
-                    f"{name}: expected shape {tuple(like.shape)} of {like.dtype}, "
-                    f"found {tuple(found.shape)} of {found.dtype}"
-                )
-        made = cls.__new__(cls)
-        made._use(weight.detach(), Index(**{name: tensors[name].contiguous() for name in expected}))
-        return made
-
-    def solve(self, problem: Problem, delta: float) -> Answer:
-        """Answer every query by itself, rightly with probability ``1 - delta``. The chosen rows are read in full."""
+    def solve(self, queries: Tensor, bias: Tensor | None, k: int, promise: Promise) -> Answer:
+        """Answer every query by itself, with the promised probability rightly. The chosen rows are read in full."""
         dtype = self.index.scale.dtype
-        bias = (torch.zeros(0) if problem.bias is None else problem.bias).to(dtype).numpy()
-        halves = half_widths(len(self.weight), self.weight.shape[1], delta)
+        known_bias = (torch.zeros(0) if bias is None else bias).to(dtype).numpy()
+        halves = half_widths(len(self.weight), self.weight.shape[1], promise.delta)
         with one_at_a_time(), np.errstate(all="ignore"):
-            found = [
-                _answer(Known(self, x, bias, halves), problem.k, problem.eps) for x in problem.x.contiguous().numpy()
+            answers = [
+                _answer(Known(self, x, known_bias, halves), k, promise.eps) for x in queries.contiguous().numpy()
             ]
         kinds = (torch.int64, dtype, dtype, dtype, dtype, torch.int64, torch.int64, torch.bool)
-        fields = zip(zip(*found, strict=True), kinds, strict=True)
+        fields = zip(zip(*answers, strict=True), kinds, strict=True)
         return Answer(*(torch.from_numpy(np.stack(values)).to(kind) for values, kind in fields))
+
+
+class Dithered(Engine):
+    """The cascade of dithered codes. They take a pass over the weight, are made when they are first needed, and anew
+    when the weight may have changed: nothing was fitted that a change could break.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self._made: tuple[tuple[int, ...], Sample, Codes] | None = None  # and what the watch said then
+        self._lock = threading.Lock()
+
+    def topk(self, x: Tensor, k: int, promise: Promise, generator: torch.Generator | None = None) -> Answer:
+        queries = self.layer.scaled(x, "x")
+        return self._codes().solve(queries, self.layer.scaled_bias(), k, promise).shaped(x.shape[:-1])
+
+    def _codes(self) -> Codes:
+        with self._lock:
+            seen = self.layer.watch.now()
+            if self._made is None or self._made[0] != seen or not self._made[1].unchanged():
+                weight, seed = self.layer.weight, self.layer.options.seed
+                self._made = seen, Sample(weight), Codes(weight, seed=seed)
+            return self._made[2]
 
 
 # -- one query ---------------------------------------------------------------------------------------------------------
@@ -195,30 +185,32 @@ CODED, REFINED, EXACT = 0, 1, 2  # how well a row is known
 class Known:
     """What is known of the logits of a query: an interval for each row, and what was read for it."""
 
-    def __init__(self, head: Dithered, x: Array, bias: Array, halves: tuple[float, float]) -> None:
-        self.head, self.x, self.bias, self.halves = head, x, bias, halves
-        n, d = head.weight.shape
+    def __init__(self, codes: Codes, x: Array, bias: Array, halves: tuple[float, float]) -> None:
+        self.codes, self.x, self.bias, self.halves = codes, x, bias, halves
+        n, d = codes.weight.shape
         turned = x.astype(np.float64)[None]
-        kernels.turn(turned, head._factors)
+        kernels.turn(turned, codes._factors)
         largest = np.abs(turned).max()
         unit = turned[0] / (largest or 1.0)
         norm = np.linalg.norm(unit)
-        self.y = np.zeros((2, head._fine.shape[1]), np.float32)  # of norm 1: no sum of its terms leaves float32
+        self.y = np.zeros((2, codes._fine.shape[1]), np.float32)  # of norm 1: no sum of its terms leaves float32
         self.y.reshape(-1)[:d] = unit / (norm or 1.0)
         # A digit stands for itself, less 8, less the dither, plus 1/2.
-        self.offsets = (-7.5 - head._dither) @ self.y.reshape(-1)[:d].astype(np.float64)
-        self.spread = head._scale * head._scale.dtype.type(largest * norm)
-        common = head._scale.dtype.type(head._centre.astype(np.float64) @ x.astype(np.float64))
+        self.offsets = (-7.5 - codes._dither) @ self.y.reshape(-1)[:d].astype(np.float64)
+        self.spread = codes._scale * codes._scale.dtype.type(largest * norm)
+        common = codes._scale.dtype.type(codes._centre.astype(np.float64) @ x.astype(np.float64))
         self.base = common + bias if bias.size else np.broadcast_to(common, n)
-        self.low, self.high = np.empty((2, n), head._scale.dtype)
+        self.low, self.high = np.empty((2, n), codes._scale.dtype)
         self.tier = np.zeros(n, np.uint8)
-        estimates = np.empty(len(head._coarse) * BLOCK, np.float32)
-        kernels.preview(head._coarse, self.y, np.float32(self.offsets[0]), estimates)
+        estimates = np.empty(len(codes._coarse) * BLOCK, np.float32)
+        kernels.preview(codes._coarse, self.y, np.float32(self.offsets[0]), estimates)
         self.estimates = estimates[:n]
         self._set(slice(None), self.estimates, halves[0])
-        index = head.index
+        index = codes.index
         self.coordinates = n * d
-        self.bytes_read = head._fine.nbytes + sum(v.nbytes for v in (*index[:4], bias))  # coarse codes, as many as fine
+        self.bytes_read = codes._fine.nbytes + sum(
+            v.nbytes for v in (*index[:4], bias)
+        )  # coarse codes, as many as fine
 
     def _set(self, rows: Any, estimates: Array, half: float) -> None:
         spread = self.spread[rows]
@@ -234,7 +226,7 @@ class Known:
 
     def _refine(self, rows: Array) -> None:
         more = np.empty(rows.size, np.float32)
-        kernels.refine(self.head._fine, self.y, np.float32(self.offsets[1]), rows, more)
+        kernels.refine(self.codes._fine, self.y, np.float32(self.offsets[1]), rows, more)
         self._set(rows, self.estimates[rows] + more / np.float32(FINER), self.halves[1])
         self.tier[rows] = REFINED
         self.coordinates += rows.size * self.x.size
@@ -243,18 +235,18 @@ class Known:
     def read(self, rows: Array) -> None:
         """Rows in full."""
         logits = np.empty(rows.size, self.low.dtype)
-        exact_rows(self.head._weight, self.x, rows, self.bias, logits)
+        exact_rows(self.codes._weight, self.x, rows, self.bias, logits)
         self.low[rows] = self.high[rows] = logits
         self.tier[rows] = EXACT
         self.coordinates += rows.size * self.x.size
-        self.bytes_read += rows.size * self.x.size * self.head._weight.itemsize
+        self.bytes_read += rows.size * self.x.size * self.codes._weight.itemsize
 
 
 def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:
     """Read until all is settled; fields of `Answer`.
 
     A row whose upper end is below the k-th largest lower end is not among the top k. When the chosen rows are known,
-    their probabilities, and the normaliser, are known to eps if and only if the greatest and the least sum of
+    their probabilities, and the partition function, are known to eps if and only if the greatest and the least sum of
     exponentials differ by no more than eps times both together. Until then, rows are read further where they leave
     most open: all but those which together leave no more open than a part of eps. As that part is of the geometric mean
     of both sums, which is at most the arithmetic one, there always are some.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from softsieve.heads.engine import Layer, in_range
 
 
 def draw(logits: Tensor, temperature: float, top_p: float | None, generator: torch.Generator | None) -> Tensor:
@@ -28,6 +31,28 @@ def draw(logits: Tensor, temperature: float, top_p: float | None, generator: tor
     else:
         drawn = torch.multinomial(flat.softmax(-1), 1, generator=generator)
     return drawn.reshape(logits.shape[:-1])
+
+
+def draw_rows(
+    layer: Layer,
+    queries: Tensor,
+    ends: tuple[Tensor, Tensor] | None,
+    temperature: float,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """A row for every scaled query (batch, d): below upper ends, as far as there are some, else by the exact product.
+
+    Args:
+        ends: upper ends of all logits (batch, n), and for which queries they are known.
+    """
+    drawn = torch.full((len(queries),), -1, device=queries.device)
+    if ends is not None:
+        drawn = draw_below(*ends, partial(layer.logits_of, queries), temperature, generator=generator)
+    undrawn = (drawn < 0).nonzero()[:, 0]
+    if len(undrawn):
+        drawn[undrawn] = draw(in_range(layer.logits(queries[undrawn])), temperature, top_p, generator)
+    return drawn
 
 
 ROUNDS = (8, 64, 512)  # draws for each query, one after the other until one is accepted

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 SAMPLED = 64  # rows that a `Sample` compares
+CHUNK = 1 << 22  # entries of a weight that are worked on at a time
 
 _LOCK = threading.Lock()
 
@@ -85,3 +86,50 @@ class Sample:
 
     def unchanged(self) -> bool:
         return torch.equal(self._weight[self._rows], self._before)
+
+
+def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A number for the bits of every row: their sum with random odd factors, modulo 2^64."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (weight.shape[1] + 1,), generator=generator) * 2 + 1
+    factors = factors.to(weight.device)
+    sums = torch.empty(len(weight), dtype=torch.int64, device=weight.device)
+    step = max(1, CHUNK // weight.shape[1])
+    for start in range(0, len(weight), step):
+        some = slice(start, start + step)
+        sums[some] = (_bits(weight[some]) * factors[:-1]).sum(-1)
+        if bias is not None:
+            sums[some] += _bits(bias[some]) * factors[-1]
+    return sums
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of floating-point numbers, as whole numbers."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(kinds[values.element_size()]).to(torch.int64)
+
+
+class WeightChanged(RuntimeError):  # noqa: N818
+    """Raised when the weight changed after something was fitted to it."""
+
+
+def changed_rows(weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
+    """Rows whose bits are not those of the checksums."""
+    return (checksums(weight, bias) != before).nonzero()[:, 0]
+
+
+def refuse_changes(weight: Tensor, bias: Tensor | None, before: Tensor, advice: str) -> None:
+    """Compare the bits of all rows with their checksums.
+
+    Raises:
+        WeightChanged: when some differ, naming them.
+    """
+    rows = changed_rows(weight, bias, before)
+    if len(rows):
+        raise WeightChanged(f"weight: rows {list_rows(rows)} have changed since {advice}")
+
+
+def list_rows(rows: Tensor) -> str:
+    """Row numbers for a message."""
+    first = ", ".join(map(str, rows[:5].tolist()))
+    return first if len(rows) <= 5 else f"{first} and {len(rows) - 5} more"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve import _checks
-from softsieve._progress import Report, in_silence
+from softsieve._progress import Progress, no_progress
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax, WeightChanged
 from softsieve.integrations.hidden_states import (
@@ -35,7 +35,7 @@ from softsieve.tasks.files import read_text
 
 INDEX = "adaptive_head.safetensors"  # in the folder of a model
 EPS, DELTA, K = 0.3, 0.01, 1  # unless given
-_PROBED = 16  # tokens over which the model's own logits are looked at
+_PROBED = 16  # tokens with which the layer is checked
 
 
 class AdaptiveHead(nn.Linear):
@@ -88,17 +88,16 @@ class AdaptiveHead(nn.Linear):
         self._check()
         # Right after the rest of the model nothing here is in a cache: every operation that can be left out counts.
         rows, beta, dtype = hidden.reshape(-1, hidden.shape[-1]), self.head.beta, _dtype_of_product(hidden)
-        queries = rows if hidden.dtype in (torch.float32, torch.float64) else rows.float()
-        found = self.head.estimated(queries if beta == 1 else queries * beta)
+        estimated = self.head.estimated(rows)
         self.answered += len(rows)
-        if found is None:
+        if estimated is None:
             return self._exact(hidden, len(rows))
-        self._bytes_read, self._exactly = self._bytes_read + found.bytes_read, self._exactly + found.exactly
-        logits = found.logits if beta == 1 else found.logits.div_(beta)
+        self._bytes_read, self._exactly = self._bytes_read + estimated.bytes_read, self._exactly + estimated.exactly
+        logits, fallbacks = estimated.logits if beta == 1 else estimated.logits.div_(beta), estimated.fallbacks
         if dtype != logits.dtype:
             logits = logits.to(dtype)
-        if found.rest:
-            logits[found.rest] = self._exact(rows[found.rest], len(found.rest))
+        if fallbacks:
+            logits[fallbacks] = self._exact(rows[fallbacks], len(fallbacks))
         return logits.view(*hidden.shape[:-1], -1)
 
     def _exact(self, hidden: Tensor, tokens: int) -> Tensor:
@@ -140,7 +139,7 @@ class AdaptiveHead(nn.Linear):
         super().__setstate__({name: value for name, value in state.items() if name != "head"})  # type: ignore[no-untyped-call]
         own = {"weight": self.weight, "bias": self.bias}
         tensors = {name: value.detach() for name, value in own.items() if value is not None}
-        self.head = AdaptiveSoftmax._from_state({**kept, "tensors": kept["tensors"] | tensors})
+        self.head = AdaptiveSoftmax.from_copy({**kept, "tensors": kept["tensors"] | tensors})
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.head!r}"
@@ -236,7 +235,7 @@ def accelerate_head(
     k: int | Sequence[int] | None = None,
     index: str | os.PathLike[str] | None = None,
     generator: torch.Generator | None = None,
-    progress: Report = in_silence,
+    progress: Progress = no_progress,
 ) -> AdaptiveHead:
     """Let a model read a part of its output layer's weight for each new token that it generates.
 
@@ -291,11 +290,11 @@ def accelerate_head(
     module = AdaptiveHead(layer, head).train(layer.training)
     model.set_output_embeddings(module)
     model.save_pretrained = _Saving(model)
-    model.register_forward_pre_hook(_look_at_input, with_kwargs=True)
+    model.register_forward_pre_hook(_note_prompt, with_kwargs=True)
     return module
 
 
-def _look_at_input(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _note_prompt(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Tell the output layer whether this is a prompt: several tokens of each sequence, with none before."""
     layer, given = model.get_output_embeddings(), [*args[:1], options.get("input_ids"), options.get("inputs_embeds")]
     if isinstance(layer, AdaptiveHead):
@@ -315,7 +314,7 @@ def restore_head(model: Any) -> None:
         raise InputError("model: expected an adaptive head, found the model's own output layer")
     model.set_output_embeddings(layer.replaced)
     for number, hook in list(model._forward_pre_hooks.items()):
-        if hook is _look_at_input:
+        if hook is _note_prompt:
             del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
     saving = model.__dict__.get("save_pretrained")
     if isinstance(saving, _Saving):
@@ -363,11 +362,11 @@ def _read(
     if not math.isclose(head.beta, beta, rel_tol=1e-3):
         raise InputError(f"{path}: expected logits that the model multiplies with {beta:g}, found {head.beta:g}")
     most = None if k is None else max(k) if isinstance(k, Sequence) else k
-    asked = {"eps": (eps, head.eps), "delta": (delta, head.delta), "k": (most, head._largest_k())}
-    for name, (wanted, there) in asked.items():
-        if wanted is not None and wanted != there:
+    asked = {"eps": (eps, head.eps), "delta": (delta, head.delta), "k": (most, max(head.calibrations) or 1)}
+    for name, (wanted, calibrated) in asked.items():
+        if wanted is not None and wanted != calibrated:
             raise InputError(
-                f"{name}: expected {there}, which {path} was calibrated for, or none, found {wanted}: "
+                f"{name}: expected {calibrated}, which {path} was calibrated for, or none, found {wanted}: "
                 "give queries to calibrate anew"
             )
     return head

@@ -2,7 +2,7 @@
 
 While the intervals of `bounds` hold, a row whose upper end is below the k-th largest lower end is not among the top k,
 and every probability lies between its least and its greatest value over the intervals. So one probability delta serves
-best arms and normaliser alike, and no constant stands between an interval and an answer.
+best arms and partition function alike, and no constant stands between an interval and an answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve.heads.bounds import Bounds, Round
+from softsieve.heads.coordinates.bounds import Bounds, Round
+from softsieve.heads.engine import Answer
 from softsieve.heads.reader import Reader
 
 MANY_ROWS = 1024  # from so many on, reading more than is wanted may be the faster way:
@@ -31,50 +32,9 @@ class Problem(NamedTuple):
     x: Tensor  # (batch, d)
     turned: Tensor  # the queries as they belong to `reader`
     bias: Tensor | None  # (n,)
-    k: int  # 0: the normaliser alone
+    k: int  # 0: the partition function alone
     eps: float
     read_chosen: bool  # read the chosen rows in full, so that their logits are exact
-
-
-class Answer(NamedTuple):
-    """Fields of `TopK` for a batch of queries."""
-
-    indices: Tensor
-    probs: Tensor
-    logits: Tensor
-    log_z: Tensor
-    log_z_interval: Tensor
-    coordinates: Tensor
-    bytes_read: Tensor
-    exact: Tensor
-
-
-def exactly(problem: Problem) -> Answer:
-    """Answer all queries from the whole weight, so many at a time that memory stays small."""
-    step = max(1, AT_ONCE // problem.plain.rows)
-    parts = [_exactly(problem, x) for x in torch.split(problem.x, step)]
-    return parts[0] if len(parts) == 1 else Answer(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _exactly(problem: Problem, x: Tensor) -> Answer:
-    plain = problem.plain
-    found = plain.full(x)
-    if problem.bias is not None:
-        found += problem.bias
-    log_z = found.logsumexp(-1)
-    logits, index = found.topk(problem.k, -1)
-    entries = plain.rows * plain.size
-    count = torch.full((len(x),), entries, dtype=torch.int64, device=x.device)
-    return Answer(
-        index,
-        (logits - log_z[:, None]).exp(),
-        logits,
-        log_z,
-        log_z[:, None].expand(-1, 2),
-        count,
-        count * plain.row_bytes,
-        torch.ones_like(count, dtype=torch.bool),
-    )
 
 
 def solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) -> Answer:
@@ -91,7 +51,7 @@ def _solve(problem: Problem, bounds: Bounds, generator: torch.Generator | None) 
     state = _State(problem)
     rounds = bounds.rounds(problem.turned, generator)
     for round, wanted in _all(state, rounds) if problem.plain.rows < MANY_ROWS else _worthwhile(state, list(rounds)):
-        state.look(round, wanted)
+        state.estimate(round, wanted)
         _settle(state)
         if not bool(state.wanted.any()):
             break
@@ -132,8 +92,8 @@ def _promising(state: _State, round: Round) -> Tensor:
     half = half.where(~state.full, 0.0)
     middle = (state.low + state.high) / 2
     problem = state.problem._replace(read_chosen=False)
-    left, _ = _unsettled(problem, middle - half, middle + half, state.full)
-    return 4 * left.sum(-1, keepdim=True) < state.wanted.sum(-1, keepdim=True)
+    unsettled, _ = _unsettled(problem, middle - half, middle + half, state.full)
+    return 4 * unsettled.sum(-1, keepdim=True) < state.wanted.sum(-1, keepdim=True)
 
 
 def _some(here: Tensor, of: Tensor) -> Tensor | slice:
@@ -155,7 +115,7 @@ class _State:
         self.bytes = torch.zeros(shape[:1], dtype=torch.int64, device=problem.x.device)
         self.bias = problem.x.new_zeros(shape[1]) if problem.bias is None else problem.bias
 
-    def look(self, round: Round, wanted: Tensor) -> None:
+    def estimate(self, round: Round, wanted: Tensor) -> None:
         """Read a prefix for the wanted rows, or for all rows of a query."""
         reader, size = self.problem.reader, round.coords.shape[1]
         many = wanted.sum(-1) > (FEW * reader.rows if reader.rows >= MANY_ROWS else reader.rows)
@@ -218,13 +178,13 @@ def _unsettled(problem: Problem, low: Tensor, high: Tensor, full: Tensor) -> tup
         chosen = torch.zeros_like(full).scatter_(1, index, True) & decided & ~full
         if problem.read_chosen and bool(chosen.any()):
             return wanted, chosen
-    masses = _masses(low, high)
-    sums = _sums(masses)
-    ends = _probabilities(low, high, masses, sums, index) if k else sums
+    exponentials = _exponentials(low, high)
+    sums = _sums(exponentials)
+    ends = _probabilities(low, high, exponentials, sums, index) if k else sums
     settled = _close(*ends, eps).all(-1, keepdim=True)
     # Rows that leave more doubt about the sum than their part of what eps allows, and chosen ones, which the rest of
     # the sum does not help.
-    doubtful = ~(masses.high - masses.low <= sums[0] * (eps / (2 * full.shape[1]))) | chosen
+    doubtful = ~(exponentials.high - exponentials.low <= sums[0] * (eps / (2 * full.shape[1]))) | chosen
     return wanted | (doubtful & ~settled & ~full), torch.zeros_like(chosen)
 
 
@@ -233,7 +193,7 @@ def _close(least: Tensor, greatest: Tensor, eps: float) -> Tensor:
     return greatest - least <= eps * (greatest + least)
 
 
-class _Masses(NamedTuple):
+class _Exponentials(NamedTuple):
     """Exponentials of both ends, over that of the greatest upper end (batch, 1)."""
 
     low: Tensor
@@ -241,36 +201,37 @@ class _Masses(NamedTuple):
     shift: Tensor
 
 
-def _masses(low: Tensor, high: Tensor) -> _Masses:
+def _exponentials(low: Tensor, high: Tensor) -> _Exponentials:
     shift = high.amax(-1, keepdim=True)
     # In sums, what is below e^-80 of the greatest counts as that: less slows processors down, and it is far from
     # deciding anything.
-    return _Masses((low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift)
+    return _Exponentials((low - shift).clamp_min_(-80).exp_(), (high - shift).clamp_min_(-80).exp_(), shift)
 
 
-def _sums(masses: _Masses) -> tuple[Tensor, Tensor]:
+def _sums(exponentials: _Exponentials) -> tuple[Tensor, Tensor]:
     """Least and greatest sum of exponentials, (batch, 1) each, over that of `shift`."""
-    return masses.low.sum(-1, True, dtype=torch.float64), masses.high.sum(-1, True, dtype=torch.float64)
+    return exponentials.low.sum(-1, True, dtype=torch.float64), exponentials.high.sum(-1, True, dtype=torch.float64)
 
 
 def _probabilities(
-    low: Tensor, high: Tensor, masses: _Masses, sums: tuple[Tensor, Tensor], chosen: Tensor
+    low: Tensor, high: Tensor, exponentials: _Exponentials, sums: tuple[Tensor, Tensor], chosen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Least and greatest probability of the chosen rows (batch, k) over all logits in their intervals."""
-    others_low, others_high = sums[0] - masses.low.gather(-1, chosen), sums[1] - masses.high.gather(-1, chosen)
-    own_low, own_high = ((end.gather(-1, chosen).double() - masses.shift).exp() for end in (low, high))
+    chosen_low, chosen_high = exponentials.low.gather(-1, chosen), exponentials.high.gather(-1, chosen)
+    others_low, others_high = sums[0] - chosen_low, sums[1] - chosen_high
+    own_low, own_high = ((end.gather(-1, chosen).double() - exponentials.shift).exp() for end in (low, high))
     return own_low / (own_low + others_high), own_high / (own_high + others_low)
 
 
 def _answer(state: _State, hold: bool) -> Answer:
     problem, dtype = state.problem, state.low.dtype
-    masses = _masses(state.low, state.high)
-    both = _sums(masses)
+    exponentials = _exponentials(state.low, state.high)
+    both = _sums(exponentials)
     sums = torch.cat(both, -1)
     # The number that is within eps of all between; for k > 0 the one that goes with the probabilities.
     middle = sums.mean(-1) if problem.k else 2 * sums.prod(-1) / sums.sum(-1)
     log_z, ends = middle.log(), sums.log()
-    if not hold:  # the interval is what eps promises of the normaliser, or more
+    if not hold:  # the interval is what eps promises of the partition function, or more
         least, greatest = log_z - math.log1p(problem.eps), log_z - math.log1p(-problem.eps)
         ends = torch.stack([torch.minimum(ends[:, 0], least), torch.maximum(ends[:, 1], greatest)], -1)
         ends = torch.where(state.full.all(-1, keepdim=True), log_z[:, None], ends)
@@ -278,15 +239,15 @@ def _answer(state: _State, hold: bool) -> Answer:
     logits = (state.low.gather(-1, index) + state.high.gather(-1, index)) / 2
     logits, order = logits.sort(-1, descending=True)
     index = index.gather(-1, order)
-    least, greatest = _probabilities(state.low, state.high, masses, both, index)
+    least, greatest = _probabilities(state.low, state.high, exponentials, both, index)
     plain, reader = problem.plain, problem.reader
     kept = state.depth if reader is not plain else torch.where(state.full, 0, state.depth)  # rotated entries are others
     return Answer(
         index,
         (2 * least * (greatest / (least + greatest).clamp_min(1e-300))).to(dtype),
         logits,
-        (log_z + masses.shift[:, 0]).to(dtype),
-        (ends + masses.shift).to(dtype),
+        (log_z + exponentials.shift[:, 0]).to(dtype),
+        (ends + exponentials.shift).to(dtype),
         (kept + state.full * plain.size).sum(-1, dtype=torch.int64),
         state.bytes,
         state.full.all(-1),

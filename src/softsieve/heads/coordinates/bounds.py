@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from softsieve.heads.estimators import arrivals, inclusion, prefix
+from softsieve.heads.coordinates.estimators import arrivals, inclusion, prefix
 from softsieve.heads.reader import Reader
 
 FIRST = 16  # coordinates of the shortest prefix where noise is not declared: fewer decide nothing

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from softsieve.heads.bounds import Calibrated
-from softsieve.heads.coordinates import Answer, Problem, solve
+from softsieve.heads.coordinates.algorithm import Problem, solve
+from softsieve.heads.coordinates.bounds import Calibrated
+from softsieve.heads.engine import right
 
 WIDTHS = tuple(4 * 0.8**number for number in range(30))  # that are tried, down to where estimates are taken as they are
 
@@ -40,8 +42,8 @@ def calibrate(problem: Problem, delta: float, *, generator: torch.Generator | No
 
     A third of them, at random, shapes: how large errors are in each round. The others are answered with that shape
     times a width, from wide to narrow. The score of a query is the least width down to which all its answers are right:
-    the top k, every probability within eps, and the normaliser within its interval. The width taken is the conformal
-    quantile of the scores, the ``ceil((1 - delta) (M + 1))``-th smallest of M; one more exchangeable query has a
+    the top k, every probability within eps, and log Z within its interval. The width taken is the conformal quantile of
+    the scores, the ``ceil((1 - delta) (M + 1))``-th smallest of M; one more exchangeable query has a
     greater score, and only then may its answer be wrong, with probability delta at most. A greater width serves as
     well, and is taken where less is read with it. Whether intervals hold does not matter.
     """
@@ -72,56 +74,29 @@ def _width(problem: Problem, shape: Tensor, delta: float, generator: torch.Gener
     allowed = len(problem.x) - math.ceil(round((1 - delta) * (len(problem.x) + 1), 9))
     if allowed < 0:
         return math.inf
-    found, least = math.inf, math.inf
-    left = problem  # queries that were right so far
+    best, least = math.inf, math.inf
+    in_play = problem  # queries whose answers were right so far
     for width in WIDTHS:
-        answer = solve(left, Calibrated(problem.reader, shape * width), generator)
-        fine = right(answer, left)
+        answer = solve(in_play, Calibrated(problem.reader, shape * width), generator)
+        fine = right(answer, partial(_logits, problem), in_play.x, problem.eps)
         if len(problem.x) - int(fine.sum()) > allowed:
             break
-        left = left._replace(x=left.x[fine], turned=left.turned[fine])
+        in_play = in_play._replace(x=in_play.x[fine], turned=in_play.turned[fine])
         read = float(answer.coordinates.double().mean())
         if read <= least:
-            found, least = width, read
-    return found
+            best, least = width, read
+    return best
 
 
-def right(answer: Answer, problem: Problem) -> Tensor:
-    """Whether each answer is, by the exact logits; up to rounding. (batch,)"""
-    k, eps = problem.k, problem.eps
-    step = max(1, (1 << 24) // problem.plain.rows)
-    best, log_z, chosen = (
-        torch.cat(parts)
-        for parts in zip(
-            *(
-                _exact(problem, x, indices)
-                for x, indices in zip(torch.split(problem.x, step), torch.split(answer.indices, step), strict=True)
-            ),
-            strict=True,
-        )
-    )
-    largest = torch.cat([best, log_z[:, None]], -1).abs().amax(-1, keepdim=True)
-    rounding = 16 * torch.finfo(best.dtype).eps * (1 + largest)
-    top = ((chosen.sort(-1, descending=True).values - best).abs() <= rounding).all(-1)
-    p = (chosen - log_z[:, None]).exp()
-    close = ((answer.probs - p).abs() <= (eps + rounding) * p).all(-1)
-    low, high = answer.log_z_interval.unbind(-1)
-    inside = (low - rounding[:, 0] <= log_z) & (log_z <= high + rounding[:, 0])
-    total = (answer.log_z - log_z).expm1().abs() <= eps + rounding[:, 0]
-    return top & close & inside & (total if k == 0 else torch.ones_like(total))
-
-
-def _exact(problem: Problem, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest logits, the normaliser, and the logits of the answer."""
+def _logits(problem: Problem, x: Tensor) -> Tensor:
+    """Exact logits of queries."""
     logits = problem.plain.full(x)
-    if problem.bias is not None:
-        logits += problem.bias
-    return logits.topk(problem.k, -1).values, logits.logsumexp(-1), logits.gather(-1, indices)
+    return logits if problem.bias is None else logits.add_(problem.bias)
 
 
 def _errors(bounds: Calibrated, problem: Problem, generator: torch.Generator | None) -> Tensor:
     """Largest error over rows in predicted deviations, (batch, rounds)."""
-    found = []
+    parts = []
     step = max(1, (1 << 24) // problem.plain.rows)
     for x, turned in zip(torch.split(problem.x, step), torch.split(problem.turned, step), strict=True):
         exact, rounds = problem.plain.full(x), []
@@ -132,5 +107,5 @@ def _errors(bounds: Calibrated, problem: Problem, generator: torch.Generator | N
             error = ((value - exact).abs() - rounding).clamp_min(0)
             predicted = deviation[:, None] * bounds.norm
             rounds.append((error / predicted).where(predicted > 0, 0.0).amax(-1).double())
-        found.append(torch.stack(rounds, -1))
-    return torch.cat(found)
+        parts.append(torch.stack(rounds, -1))
+    return torch.cat(parts)

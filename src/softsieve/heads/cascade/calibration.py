@@ -1,0 +1,319 @@
+"""Calibration of the cascade: which preview and which width of margins make answers to sample queries right."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softsieve._progress import Progress, no_progress
+from softsieve.heads.cascade.fit import AnyFit, Fit, half_width
+from softsieve.heads.reader import Reader
+
+if TYPE_CHECKING:
+    from softsieve.heads.cascade.engine import Cascade
+
+CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
+WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
+SHAPING = 256  # queries, at most, that only choose; the others decide
+CORRECTIONS = tuple(number / 20 for number in range(4, 21))
+SLACK = 0.5  # so much further out than any query of the sample, a query falls back
+ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as they are wider than the margins
+ENVELOPE_QUERIES = 1024  # that are tried with, at most
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_REPEATS = 5
+_AT_ONCE = 1 << 24  # logits that are there at a time
+_CLOSE = 8  # rows besides the top k that may be among them but for rounding
+
+
+class Trial(NamedTuple):
+    """Answers to a batch of sample queries, with all that calibration needs to know of them."""
+
+    fallback: Tensor  # int64, see `Fallback`
+    indices: Tensor  # (batch, k)
+    logits: Tensor  # (batch, k)
+    log_z: Tensor  # (batch,) float64, as the rest
+    half: Tensor  # half-width of log Z that was reached
+    coordinates: Tensor  # int64
+    bytes_read: Tensor  # int64, without those of an exact answer
+    scale: Tensor  # of the errors of the preview
+    survivors: Tensor  # int64: of the preview
+    signal: Tensor  # size of the estimates of the probes, in sizes of their errors
+    toward: Tensor  # cosine of the angle to the mean query
+    flat: Tensor  # log Z less the k-th logit
+
+
+class Truth(NamedTuple):
+    """Exact answers."""
+
+    best: Tensor  # (N, k), falling
+    log_z: Tensor  # (N,)
+
+    @property
+    def rounding(self) -> Tensor:
+        """What logits and log Z may be off by all the same. (N,)"""
+        largest = torch.cat([self.best, self.log_z[:, None]], -1).abs().amax(-1)
+        return 16 * torch.finfo(self.best.dtype).eps * (1 + largest.double())
+
+    def some(self, rows: Tensor) -> Truth:
+        return Truth(self.best[rows], self.log_z[rows])
+
+
+def needed(delta: float) -> int:
+    """The fewest sample queries for which a promise can be made.
+
+    M queries decide, and with none of their answers wrong ``(1 - delta)^M <= 1 - CONFIDENCE`` must hold.
+
+    Example:
+        >>> needed(0.1), needed(0.01)
+        (65, 688)
+    """
+    deciding = math.ceil(round(math.log(1 - CONFIDENCE) / math.log1p(-delta), 9))
+    return next(count for count in range(deciding, 2 * deciding + SHAPING) if count - _shaping(count) >= deciding)
+
+
+def allowed(count: int, delta: float) -> int:
+    """So many of the answers to ``count`` queries may be wrong; -1 when there are too few queries.
+
+    The largest e with ``P(Binomial(count, delta) <= e) <= 1 - CONFIDENCE``. For exchangeable queries the score of one
+    more is then above that of the ``count - e``-th smallest with probability delta at most, not only in the mean over
+    samples, but with that confidence for the one sample there is (Vovk 2012).
+    """
+    tail, log_term, odds = 0.0, count * math.log1p(-delta), math.log(delta) - math.log1p(-delta)
+    for errors in range(count + 1):
+        tail += math.exp(log_term)
+        if tail > 1 - CONFIDENCE:
+            return errors - 1
+        log_term += math.log((count - errors) / (errors + 1)) + odds if errors < count else 0.0
+    return count
+
+
+def _shaping(count: int) -> int:
+    return min(count // 3, SHAPING)
+
+
+def truth(reader: Reader, queries: Tensor, bias: Tensor | None, k: int) -> Truth:
+    """Exact answers to scaled queries; ``bias`` times beta."""
+    parts = []
+    for some in torch.split(queries, max(1, _AT_ONCE // reader.rows)):
+        logits = reader.full(some)
+        if bias is not None:
+            logits += bias
+        rounded = not queries.is_cpu and k > 0
+        best, rows = logits.topk(min(k + _CLOSE, reader.rows) if rounded else k, -1)
+        if rounded:  # matrix units round more than single rows are
+            query = torch.arange(len(some), device=queries.device)[:, None].expand_as(rows)
+            best = reader.pairs(query.reshape(-1), rows.reshape(-1), some).view_as(rows)
+            best = (best if bias is None else best + bias[rows]).topk(k, -1).values
+        parts.append(Truth(best, logits.logsumexp(-1)))
+    return Truth(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def right(trial: Trial, exact: Truth, fit: Fit) -> Tensor:
+    """Whether answers are right, up to rounding: values of the top k, probabilities within eps, log Z in its interval.
+
+    Fallbacks, which are answered exactly, are. (batch,)
+    """
+    rounding = exact.rounding
+    top = ((trial.logits - exact.best).abs() <= rounding[:, None]).all(-1)
+    error = exact.log_z.double() - trial.log_z
+    ratio = error.expm1() if fit.k else (-error).expm1()  # probabilities have the partition function below the line
+    inside: Tensor = error.abs() <= half_width(trial.half, fit) + rounding
+    return (top & (ratio.abs() <= fit.eps + rounding) & inside) | (trial.fallback != 0)
+
+
+class _Sample(NamedTuple):
+    """Scaled queries with their exact answers."""
+
+    engine: Cascade
+    queries: Tensor
+    exact: Truth
+
+    def some(self, rows: Tensor) -> _Sample:
+        return _Sample(self.engine, self.queries[rows], self.exact.some(rows))
+
+    def ask(self, fit: Any) -> tuple[Trial, Tensor, float]:
+        """A trial, which answers are right, and the share of the weight's bytes that they read, in the mean."""
+        trial, whole = self.engine.trial(self.queries, fit), self.engine.layer.bytes
+        read = trial.bytes_read.double() + (trial.fallback != 0) * whole
+        return trial, right(trial, self.exact, fit), float(read.mean()) / whole
+
+
+def calibrate(
+    engine: Cascade,
+    queries: Tensor,
+    exact: Truth,
+    start: AnyFit,
+    *,
+    generator: torch.Generator | None,
+    progress: Progress = no_progress,
+) -> AnyFit:
+    """Fit preview, correction and width on scaled queries.
+
+    Some of the queries, at random, shape: they choose the preview that takes least, the correction of exponentials, and
+    the standard deviation of log Z that goes with corrected sums. The others decide on the width. They are answered
+    with widths from wide to narrow, and the score of a query is the least width down to which its answers are right. A
+    width is wide enough if no more scores are above it than `allowed`; of those the one is taken with which least is
+    read.
+    """
+    count = _shaping(len(queries))
+    mixed = torch.randperm(len(queries), generator=generator).to(queries.device)
+    shaping, deciding = (_Sample(engine, queries, exact).some(part) for part in (mixed[:count], mixed[count:]))
+    errors = allowed(len(deciding.queries), start.delta)
+    if errors < 0:
+        progress("calibrating", 1.0)
+        return start
+    fit = _decide(deciding, _shape(shaping, start, progress), errors, progress)
+    if math.isfinite(fit.width):
+        fit = _limit(torch.cat([_features(part.ask(fit)[0]) for part in (shaping, deciding)]), fit)
+    progress("telling queries apart", 0.1)
+    return fit
+
+
+def _shape(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
+    """Choose everything but the width, which is a first guess."""
+    engine, errors, trials = sample.engine, int(start.delta * len(sample.queries) / 2), []
+    settings = engine.settings()
+    for setting in settings:
+        low, high = 0, len(WIDTHS) - 1  # the narrowest width with few errors, by bisection
+        while low < high:
+            middle = (low + high + 1) // 2
+            _, fine, _ = sample.ask(start._replace(**setting, width=WIDTHS[middle]))
+            if len(fine) - int(fine.sum()) <= errors:
+                low = middle
+            else:
+                high = middle - 1
+        fit = start._replace(**setting, width=WIDTHS[low])
+        trials.append((fit, sample.ask(fit)[0]))
+        progress("choosing a preview", 0.4 / len(settings))
+    best: AnyFit = engine.choose(start, trials)
+    return _correct(sample, best, progress)
+
+
+def _correct(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
+    """Choose the correction of exponentials, and how far corrected sums are off."""
+    least, best = math.inf, (start, torch.zeros(0, dtype=torch.float64))
+    for correction in CORRECTIONS:
+        fit = start._replace(correction=correction)
+        trial = sample.engine.trial(sample.queries, fit._replace(doubt=1.0), half_width=1e30)
+        answered = trial.fallback == 0
+        error = (sample.exact.log_z.double() - trial.log_z)[answered]
+        # Errors of rows that are lost are no matter of the correction.
+        squares = float(error.clamp(-1, 1).square().mean())
+        if squares < least or math.isinf(least):
+            # Errors that are nothing but rounding do not count.
+            beyond = (error.abs() - sample.exact.rounding[answered]).clamp_min(0)
+            least, best = squares, (fit, beyond / trial.half[answered].clamp_min(1e-12))
+        progress("correcting exponentials", 0.1 / len(CORRECTIONS))
+    fit, ratio = best
+    usual = max(float(ratio.quantile(0.9)), 1e-3) if len(ratio) else 1.0
+    return fit._replace(doubt=usual, interval=2 * float(ratio.max()) / usual if len(ratio) else math.inf)
+
+
+def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: Progress) -> AnyFit:
+    """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
+    best = shape._replace(width=math.inf, read=1.0, right=1.0)
+    widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, 6.0)]  # few queries may have shaped
+    count, wrong = len(sample.queries), 0
+    for number, width in enumerate(widths):
+        _, fine, read = sample.ask(shape._replace(width=width))
+        wrong += len(fine) - int(fine.sum())
+        if wrong > errors:
+            progress("deciding on the width", 0.4 * (len(widths) - number) / len(widths))
+            break
+        if read <= best.read:
+            best = shape._replace(width=width, read=read, right=float(fine.sum()) / count)
+        sample = sample.some(fine)
+        progress("deciding on the width", 0.4 / len(widths))
+    return best
+
+
+# -- queries unlike the sample -----------------------------------------------------------------------------------------
+
+# Of each feature (`_features`): the least difference that counts as one.
+_DIFFERENCES = (0.1, 0.1, 0.1, 0.05, 0.05, 0.2, 0.2)
+
+
+def _features(trial: Trial) -> Tensor:
+    """What tells queries unlike the sample, each the larger the stranger a query is. (batch, features)"""
+    scale, signal = trial.scale.clamp_min(1e-30).log(), trial.signal.clamp_min(1e-30).log()
+    flat = torch.where(trial.fallback == 0, trial.flat, -math.inf)
+    survivors = trial.survivors.double().log1p()
+    return torch.stack([scale, -scale, -signal, trial.toward, -trial.toward, survivors, flat], -1).double()
+
+
+def _limit(features: Tensor, fit: AnyFit) -> AnyFit:
+    """How far features of a query may be from the median before it falls back: half as far again as any of the sample.
+
+    A single feature of one more query is further out than all of N with probability ``1 / (N + 1)``. Where its tail is
+    exponential, that falls to ``N^-1.5`` half as far again, so over all features it stays below half of delta, for
+    which N is ``4.6 / delta`` at least.
+    """
+    finite = features.nan_to_num(neginf=0.0, posinf=0.0)
+    middle = finite.median(0).values
+    furthest = (finite.amax(0) - middle).clamp_min(torch.tensor(_DIFFERENCES, device=finite.device))
+    limit = (middle + (1 + SLACK) * furthest).tolist()
+    return fit._replace(
+        high=math.exp(limit[0]),
+        low=math.exp(-limit[1]),
+        signal=math.exp(-limit[2]),
+        toward_high=limit[3],
+        toward_low=-limit[4],
+        most=math.exp(limit[5]) - 1,
+        flat=limit[6] if fit.k else math.inf,
+    )
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def envelope(engine: Cascade, queries: Tensor, logits: Callable[[Tensor], Tensor], fit: AnyFit) -> AnyFit:
+    """So many deviations that, for a query like these, no row that is left out has a logit further above its estimate.
+
+    That holds for ``1 - delta`` of the queries, with the same confidence as the rest: of those tried, the least with
+    which no more of the sample queries than `allowed` have a logit beyond. Infinite if none will do.
+    """
+    queries = queries[:ENVELOPE_QUERIES]
+    errors = allowed(len(queries), fit.delta)
+    trials = [fit._replace(envelope=width) for width in ENVELOPES if width >= fit.width]
+    beyond = [0] * len(trials)
+    for part in torch.split(queries, max(1, _AT_ONCE // len(engine.layer.weight))):
+        exact = logits(part)
+        rounding = 1e-5 * (1 + exact.abs().amax(-1, keepdim=True))
+        for number, trial in enumerate(trials):
+            if beyond[number] <= errors:
+                ends, answered = engine.ends(part, trial)
+                beyond[number] += int(((exact > ends + rounding).any(-1) & answered).sum())
+    return next((trial for trial, count in zip(trials, beyond, strict=True) if count <= errors), fit)
+
+
+def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
+    """Up to how many queries at a time ``ask`` is faster than ``exact``; 0 if never."""
+    best = 0
+    for batch in BATCHES:
+        places = torch.arange(_REPEATS * batch, device=x.device) % len(x)
+        queries = [x[some] for some in torch.split(places, batch)]  # other ones each time: some take longer
+        if _seconds(ask, queries) > _seconds(exact, queries):
+            break
+        best = batch
+    return best
+
+
+def _seconds(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:
+    """The median of the calls; what a device does first is not counted."""
+    taken = []
+    first = queries[0]
+    for x in [first, first, *queries] if first.is_cuda else queries:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        start = time.perf_counter()
+        call(x)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        taken.append(time.perf_counter() - start)
+    taken = taken[-len(queries) :]
+    return sorted(taken)[len(taken) // 2]

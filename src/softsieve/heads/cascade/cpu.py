@@ -1,0 +1,290 @@
+"""The cascade on a CPU: numba kernels that answer one query at a time, from any thread."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softsieve.heads.cascade import index as indexes
+from softsieve.heads.cascade.calibration import Trial
+from softsieve.heads.cascade.engine import Cascade
+from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, Fallback, half_width, widened
+from softsieve.heads.cascade.index import BLOCK, SPREADS
+from softsieve.heads.engine import Answer, Estimated, Layer, Promise
+from softsieve.heads.watching import WeightChanged
+
+if TYPE_CHECKING:
+    from softsieve.kernels import cascade_numba as kernels
+
+SAMPLES = 4  # rows whose bits are kept, to notice that the weight has changed
+_PAGE = 1 << 21  # bytes of a large page of memory
+# Bytes that could be read in order in the time of other things: one more row, and sums and margins of a preview, a row.
+_ROW, _PREVIEW = 192, 8
+_LOCK = threading.Lock()
+
+
+class CpuCascade(Cascade):
+    """An index with its weight on a CPU."""
+
+    on_gpu = False
+
+    def __init__(self, layer: Layer, index: indexes.Index) -> None:
+        from softsieve.kernels import cascade_numba as kernels
+
+        super().__init__(layer, index._replace(records=_in_large_pages(index.records)))
+        index, weight = self.index, layer.weight
+        self._dtype = layer.reader.dtype
+        self._kind = np.float64 if self._dtype == torch.float64 else np.float32
+        previews, tiers = indexes.lengths(len(index.centre))
+        self.previews = len(previews)
+        self._bias_is_coded = indexes.is_coded(index, weight)
+        raw = raw_bits(weight)
+        bias = (torch.zeros(0) if layer.bias is None else layer.bias).to(self._dtype) * layer.beta
+        self._arrays = kernels.Index(
+            raw,
+            bias.numpy(),
+            bias.numpy()[: 0 if self._bias_is_coded else None],
+            raw_bits(index.project),
+            index.centre.numpy(),
+            index.mean.numpy(),
+            np.array(previews),
+            index.columns.numpy(),
+            index.spreads.numpy(),
+            index.steps.numpy(),
+            np.array(tiers),
+            index.records.numpy(),
+            index.tier_steps.numpy(),
+            index.probes.numpy(),
+            raw[index.probes[:SAMPLES].numpy()],
+        )
+        self._ask = kernels.ask
+        self._local = threading.local()
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def solve(self, x: Tensor, fit: CascadeCalibration, k: int) -> Answer:
+        # Arrays up to the end: an operation of torch takes as long as many of numpy's, and that is a good part of the
+        # time of one query.
+        queries = self.layer.scaled(x, "x")
+        indices, logits, answers = self._run(queries, plan_of(fit))
+        numbers = np.array(answers)
+        log_z, half = numbers[:, 1].astype(self._kind), half_width(numbers[:, 2], fit).astype(self._kind)
+        interval = np.empty((len(log_z), 2), self._kind)
+        interval[:, 0], interval[:, 1] = log_z - half, log_z + half
+        read = numbers[:, 3:5].astype(np.int64)
+        exact = numbers[:, 0] != Fallback.NONE
+        fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], exact]
+        if exact.any():
+            _explain(numbers, fit, stacklevel=7)
+            rows = exact.nonzero()[0]
+            answer = self._exact.answer(queries[torch.from_numpy(rows)], fit.k)
+            for value, right in zip(fields[:6], answer[:6], strict=True):
+                value[rows] = right.numpy()
+            fields[6][rows] += answer.bytes_read.numpy()
+        if k != fit.k:
+            fields[:3] = [value[:, :k] for value in fields[:3]]
+        shape = x.shape[:-1]
+        return Answer(*(torch.from_numpy(value.reshape(shape + value.shape[1:])) for value in fields))
+
+    def logits(self, x: Tensor, promise: Promise) -> Estimated:
+        fit = self.fit(self.largest_k(), promise)
+        self.notice_changes()
+        logits = torch.empty(len(x), len(self.layer.weight), dtype=self._dtype)
+        _, _, answers = self._run(self.layer.scaled(x), plan_of(fit), logits.numpy())
+        fallbacks = [number for number, one in enumerate(answers) if one.state]
+        if fallbacks:
+            _explain(np.array(answers), fit, stacklevel=6)
+        return Estimated(logits, fallbacks, sum(one.bytes_read for one in answers))
+
+    def ends(self, queries: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
+        logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
+        _, _, answers = self._run(queries, plan_of(widened(fit), math.inf, upper=True), logits.numpy())
+        return logits, torch.tensor([one.state == Fallback.NONE for one in answers])
+
+    def _run(self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None) -> tuple[Any, Any, list[kernels.Found]]:
+        """Rows and logits of the top k of scaled queries, each answered by itself, and what the kernel says of them.
+
+        All logits are written to ``everywhere``, if that is an array (batch, n).
+        """
+        batch, x = len(queries), queries.numpy()
+        coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
+        rows, logits = np.zeros((batch, plan.k), np.int64), np.zeros((batch, plan.k), self._kind)
+        if everywhere is None:
+            everywhere = np.empty((batch, 0), self._kind)
+        ask, arrays = self._ask, self._arrays
+        with one_at_a_time():
+            scratch = self._scratch()
+            return rows, logits, [
+                ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i]) for i in range(batch)
+            ]  # fmt: skip
+
+    def _scratch(self) -> Any:
+        """Memory of this thread."""
+        if not hasattr(self._local, "scratch"):
+            from softsieve.kernels import cascade_numba as kernels
+
+            blocks, probes = len(self.index.columns), len(self.index.probes)
+            rows = blocks * BLOCK
+            self._local.scratch = kernels.Scratch(
+                estimates=np.zeros(rows, np.float32),
+                largest=np.zeros(blocks, np.float32),
+                reach=np.zeros(blocks, np.float32),
+                masses=np.zeros(blocks, np.float32),
+                doubts=np.zeros(blocks, np.float32),
+                counts=np.zeros(blocks, np.int64),
+                marks=np.zeros(rows, np.uint8),
+                rows=np.zeros(rows, np.int32),
+                values=np.zeros(rows, np.float32),
+                near=np.zeros(rows, np.float32),
+                exact=np.zeros(rows, self._kind),
+                gone=np.zeros(rows + 1, np.float32),
+                gone_added=np.zeros(rows + 1, np.float32),
+                y=np.zeros(SPREADS + len(self.index.unit), np.float32),
+                probed=np.zeros(probes, self._kind),
+                known=np.zeros(probes, np.float32),
+                previewed=np.zeros(probes, np.float32),
+                around=np.zeros(probes, np.float32),
+                tally=np.zeros(2, np.int64),
+            )
+        return self._local.scratch
+
+    # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def trial(self, queries: Tensor, fit: CascadeCalibration, *, half_width: float | None = None) -> Trial:
+        rows, logits, answers = self._run(queries, plan_of(fit, half_width))
+        numbers = torch.from_numpy(np.array(answers))
+        fallback, log_z, half, coordinates, bytes_read, scale, survivors, _, signal, toward, flat = numbers.unbind(-1)
+        return Trial(
+            fallback.long(),
+            torch.from_numpy(rows),
+            torch.from_numpy(logits),
+            log_z,
+            half,
+            coordinates.long(),
+            bytes_read.long(),
+            scale,
+            survivors.long(),
+            signal,
+            toward,
+            flat,
+        )
+
+    def settings(self) -> list[dict[str, int]]:
+        return [{"first": number, "second": number} for number in range(self.previews)]
+
+    def start(self, k: int, promise: Promise, queries: int) -> CascadeCalibration:
+        return CascadeCalibration(
+            k, *promise, queries, 1.0, 1.0, 0, 0, 0.0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
+        )
+
+    def choose(self, start: CascadeCalibration, trials: list[tuple[CascadeCalibration, Trial]]) -> CascadeCalibration:
+        """The cost of a trial is bytes that could be read in order in the time that each answer takes."""
+        previews = []
+        for fit, trial in trials:
+            fallbacks = (trial.fallback != 0) * self.layer.bytes
+            cost = trial.bytes_read.double() + _ROW * trial.survivors.double() + fallbacks
+            previews.append((fit.width, trial.survivors, cost))
+        return cheapest(start, previews, again=float(_PREVIEW * len(self.layer.weight)))
+
+
+def cheapest(
+    start: CascadeCalibration, previews: list[tuple[float, Tensor, Tensor]], *, again: float
+) -> CascadeCalibration:
+    """The two previews, and the limit between them, that cost least in the mean.
+
+    Args:
+        previews: width, survivors and cost of each, for some queries.
+        again: what a second preview costs besides its columns.
+    """
+    best, least = start, math.inf
+    for first, (width, survivors, cost) in enumerate(previews):
+        for second, (other, _, longer) in enumerate(previews[first:], first):
+            limits = [math.inf] if second == first else sorted(set(survivors.tolist()))
+            for limit in limits:
+                mean = float(torch.where(survivors > limit, longer + again, cost).mean())
+                if mean < least:
+                    least = mean
+                    best = start._replace(first=first, second=second, limit=float(limit), width=max(width, other))
+    return best
+
+
+@functools.lru_cache
+def plan_of(fit: CascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
+    """What the kernel is told; the half-width of log Z to reach is what eps says unless it is an argument."""
+    from softsieve.kernels.cascade_numba import Plan, Usual
+
+    return Plan(
+        fit.k,
+        fit.first,
+        fit.second,
+        fit.limit,
+        fit.width,
+        fit.correction,
+        math.log(fit.eps / 2),
+        fit.doubt,
+        math.log1p(fit.eps) if half_width is None else half_width,
+        Usual(fit.low, fit.high, fit.signal, fit.toward_low, fit.toward_high, fit.most, fit.flat),
+        upper,
+    )
+
+
+def _explain(numbers: Any, fit: CascadeCalibration, *, stacklevel: int) -> None:
+    """Refuse a changed weight, and warn whoever called the head of drifted queries; ``numbers``: a row a query.
+
+    Raises:
+        WeightChanged: when the kernel met other rows than the index was built of.
+    """
+    fallback = numbers[:, 0]
+    if (fallback == Fallback.CHANGED).any():
+        raise WeightChanged("weight: not the one that the index was built of: build it again")
+    drifted = numbers[fallback == Fallback.DRIFTED]
+    if not len(drifted):
+        return
+    query, reason = drifted[0], "estimates beyond float32"
+    ranges = {
+        "errors of a preview, of what was predicted": (query[5], fit.low, fit.high),
+        "estimates, of their errors": (query[8], fit.signal, math.inf),
+        "cosine of the angle to the mean query": (query[9], fit.toward_low, fit.toward_high),
+        "rows that survive the preview": (query[6], 0, fit.most),
+        "log Z less the k-th logit": (query[10], -math.inf, fit.flat),
+    }
+    for what, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            reason = f"{what}: {value:.3g}, expected from {low:.3g} to {high:.3g}"
+            break
+    warnings.warn(
+        f"x: {len(drifted)} of {len(fallback)} queries are unlike those of the calibration and were answered exactly: "
+        f"{reason}",
+        DriftWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def _in_large_pages(values: Tensor) -> Tensor:
+    """A copy that begins with a large page of memory: rows lie in whole cache lines, and are found faster."""
+    size = values.numel() * values.element_size()
+    room = np.empty(size + _PAGE, np.uint8)  # if this is large, numpy asks for large pages
+    start = -room.ctypes.data % _PAGE
+    return torch.from_numpy(room[start : start + size]).view(values.dtype).view(values.shape).copy_(values)
+
+
+def raw_bits(values: Tensor) -> Any:
+    """As an array, without a copy: bfloat16 as uint16 and float16 as int16, which the kernels know."""
+    same = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+    return values.view(same[values.dtype]).numpy() if values.dtype in same else values.numpy()
+
+
+@functools.cache
+def one_at_a_time() -> AbstractContextManager[object]:
+    """A lock, the same for all, unless numba's threads, which the kernels have started, can serve several callers."""
+    from numba.np.ufunc.parallel import threading_layer
+
+    return nullcontext() if threading_layer() in ("omp", "tbb") else _LOCK  # type: ignore[no-untyped-call]

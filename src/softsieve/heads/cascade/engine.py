@@ -1,0 +1,225 @@
+"""The engine of a cascade: what is the same on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softsieve import _checks
+from softsieve._progress import Progress
+from softsieve.heads.cascade import calibration
+from softsieve.heads.cascade import fit as fits
+from softsieve.heads.cascade import index as indexes
+from softsieve.heads.cascade.basis import Moments
+from softsieve.heads.cascade.calibration import Trial
+from softsieve.heads.cascade.fit import Fit
+from softsieve.heads.engine import Answer, Engine, Layer, Promise, not_calibrated
+from softsieve.heads.exact import Exact
+from softsieve.heads.watching import WeightChanged, changed_rows, list_rows, refuse_changes
+
+
+class Cascade(Engine):
+    """An index with its weight and what was calibrated. `CpuCascade` and `GpuCascade` answer by it."""
+
+    has_estimates = True
+    needed = staticmethod(calibration.needed)
+    on_gpu: bool
+
+    def __init__(self, layer: Layer, index: indexes.Index) -> None:
+        self.layer, self.index, self.fitted_to = layer, index, index.checksums
+        self.calibrations: dict[int, Any] = {}
+        self.elsewhere: dict[int, Fit] = {}  # made on the other kind of device, kept for files
+        self._exact = Exact(layer)
+        self._seen = layer.watch.now()  # what the watch said when the weight was the one that the index was built of
+
+    @classmethod
+    def build(cls, layer: Layer, moments: Moments, *, progress: Progress) -> Cascade:
+        seed = layer.options.seed
+        return cls(layer, indexes.build(layer.weight, layer.bias, moments, seed=seed, progress=progress))
+
+    # -- what a CPU and a GPU do in their own ways ---------------------------------------------------------------------
+
+    def solve(self, x: Tensor, fit: Any, k: int) -> Answer:
+        """Answer queries (..., d) by a calibration for this k or more."""
+        raise NotImplementedError
+
+    def trial(self, queries: Tensor, fit: Any, *, half_width: float | None = None) -> Trial:
+        """Answer scaled queries (batch, d), with all that calibration needs to know; the half-width of log Z to reach
+        is what eps says unless it is an argument.
+        """
+        raise NotImplementedError
+
+    def settings(self) -> list[dict[str, int]]:
+        """The settings that calibration chooses from."""
+        raise NotImplementedError
+
+    def start(self, k: int, promise: Promise, queries: int) -> Any:
+        """A calibration by which everything is read."""
+        raise NotImplementedError
+
+    def choose(self, start: Any, trials: list[tuple[Any, Trial]]) -> Any:
+        """The calibration that takes least time, from a trial of each of the settings."""
+        raise NotImplementedError
+
+    def ends(self, queries: Tensor, fit: Any) -> tuple[Tensor, Tensor]:
+        """Upper ends of all logits of scaled queries, and which queries were answered.
+
+        Exact for the finalists, elsewhere the last estimate and as many deviations as the envelope has.
+        """
+        raise NotImplementedError
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def serves(self, k: int, batch: int | None, promise: Promise) -> bool:
+        if batch is not None and self._calibrated(k) is None:
+            return False
+        fit = self.fit(k, promise)
+        return (batch is None or batch <= fit.batch) and math.isfinite(fit.width)
+
+    def topk(self, x: Tensor, k: int, promise: Promise, generator: torch.Generator | None) -> Answer:
+        fit = self.fit(k, promise)
+        self.notice_changes()
+        return self.solve(x, fit, k)
+
+    def upper_ends(self, x: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
+        fit = self.fit(self.largest_k(), promise)
+        self.notice_changes()
+        return self.ends(self.layer.scaled(x), fit) if math.isfinite(fit.envelope) else None
+
+    def largest_k(self) -> int:
+        """The k that logits of all rows are answered by."""
+        return max(self.calibrations, default=0) or 1
+
+    def fit(self, k: int, promise: Promise) -> Any:
+        """The calibration that serves for k.
+
+        Raises:
+            RuntimeError: when there is none, or it was made for another promise.
+        """
+        calibrated = self._calibrated(k)
+        if calibrated is None:
+            remark = f" on {self.layer.weight.device.type}, only those of another kind of device"
+            raise not_calibrated(k, self.calibrations, remark if self.elsewhere else "")
+        fit = self.calibrations[calibrated]
+        if (fit.eps, fit.delta) != promise:
+            raise RuntimeError(
+                f"calibrated for eps {fit.eps:g} and delta {fit.delta:g}, which are now {promise.eps:g} and "
+                f"{promise.delta:g}: call calibrate again"
+            )
+        return fit
+
+    def _calibrated(self, k: int) -> int | None:
+        """The calibrated k that serves for this one: the same or, if not 0, the least that is larger."""
+        if k in self.calibrations:
+            return k
+        return min((other for other in self.calibrations if other >= k > 0), default=None)
+
+    # -- fitting -------------------------------------------------------------------------------------------------------
+
+    def calibrate(
+        self,
+        queries: Tensor,
+        ks: list[int],
+        promise: Promise,
+        *,
+        generator: torch.Generator | None,
+        progress: Progress,
+    ) -> list[Any]:
+        self.notice_changes()
+        layer, enough = self.layer, len(queries) >= calibration.needed(promise.delta)
+        scaled, made = layer.scaled(queries, "queries"), []
+        for k in ks:
+            exact = calibration.truth(layer.reader, scaled, layer.scaled_bias(), k)
+            fit = calibration.calibrate(
+                self, scaled, exact, self.start(k, promise, len(queries)), generator=generator, progress=progress
+            )
+            exactly = partial(self._exact.topk, k=k, promise=promise)
+            fit = fit._replace(batch=calibration.measured_batch(partial(self.solve, fit=fit, k=k), exactly, queries))
+            if not math.isfinite(fit.width) and enough:
+                warnings.warn(
+                    f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
+                    "every answer will be exact",
+                    stacklevel=4,  # the caller of `AdaptiveSoftmax.calibrate`, which is in its own modes
+                )
+            elif k == max(ks):  # the one that `sample` asks with
+                fit = calibration.envelope(self, scaled, layer.logits, fit)
+            made.append(fit)
+            self.calibrations = {**self.calibrations, k: fit}
+        return made
+
+    def updated(self, rows: Tensor | Sequence[int]) -> Cascade:
+        weight, bias = self.layer.weight, self.layer.bias
+        numbers = _check_rows(rows, weight, bias)
+        others = changed_rows(weight, bias, self.index.checksums)
+        others = others[~torch.isin(others, numbers)]
+        if len(others):
+            raise WeightChanged(f"weight: other rows have changed, too: {list_rows(others)}; build the index again")
+        index = indexes.Index(*(value.clone() for value in self.index))  # other heads may have parts of this one
+        indexes.update(index, weight, bias, torch.unique(numbers))
+        engine = type(self)(self.layer, index)
+        engine.calibrations, engine.elsewhere = self.calibrations, self.elsewhere
+        return engine
+
+    def notice_changes(self) -> None:
+        """Compare the weight with the index, if it may have changed.
+
+        Raises:
+            WeightChanged: when it has.
+        """
+        seen = self.layer.watch.now()
+        if seen != self._seen:
+            self.check_weight()
+            self._seen = seen
+
+    def check_weight(self) -> None:
+        advice = "the index was built: call update_rows for a few rows, build and calibrate for many"
+        refuse_changes(self.layer.weight, self.layer.bias, self.index.checksums, advice)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"index.{name}": value for name, value in self.index._asdict().items()}
+        both = {"calibrations": self.calibrations, "elsewhere": self.elsewhere}
+        return tensors, {name: {str(k): fits.to_file(fit) for k, fit in one.items()} for name, one in both.items()}
+
+    @classmethod
+    def from_state(
+        cls, layer: Layer, tensors: dict[str, Tensor], settings: dict[str, Any], *, fitted_to: Tensor | None = None
+    ) -> Cascade:
+        tensors.setdefault("index.mean", torch.zeros_like(tensors["index.centre"]))  # version 0.1 had none
+        parts = (tensors.pop(f"index.{name}") for name in indexes.Index._fields)
+        index = indexes.Index(*(part.to(layer.weight.device) for part in parts))
+        indexes.check(index, layer.weight, layer.bias)
+        engine = cls(layer, index)
+        previews, tiers = len(index.steps), len(index.tier_steps)
+        for fields in (settings.pop("calibrations"), settings.pop("elsewhere", {})):
+            for name, values in fields.items():
+                k = int(name)
+                fit = fits.from_file(values, k=k, rows=len(layer.weight), previews=previews, tiers=tiers)
+                (engine.calibrations if bool(values["capacity"]) == cls.on_gpu else engine.elsewhere)[k] = fit
+        if fitted_to is not None:
+            engine._seen = ()
+        return engine
+
+
+def _check_rows(rows: Tensor | Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Numbers of rows whose entries are finite, on the device of the weight."""
+    try:
+        numbers = torch.as_tensor(rows)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"rows: expected some whole numbers, found {rows!r}") from error
+    if numbers.ndim != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool or not len(numbers):
+        raise ValueError(f"rows: expected some whole numbers, found {numbers.dtype} of shape {tuple(numbers.shape)}")
+    if int(numbers.min()) < 0 or int(numbers.max()) >= len(weight):
+        raise ValueError(f"rows: expected numbers in [0, {len(weight) - 1}], found {rows}")
+    numbers = numbers.to(weight.device)
+    _checks.finite("weight", weight[numbers])
+    if bias is not None:
+        _checks.finite("bias", bias[numbers])
+    return numbers

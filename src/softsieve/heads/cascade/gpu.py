@@ -1,0 +1,242 @@
+"""The cascade on a GPU: the same index, and a rule of fixed steps that never waits for the host.
+
+All rows are estimated with one of the tiers: a GPU reads 64 bytes of each row as fast as fewer. Those that may matter
+go to a longer one, or to exact rows at once. What is calibrated on a CPU says nothing about this rule, so `calibrate`
+is called on the device that answers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from softsieve._graphs import Graphed
+from softsieve.heads.cascade import index as indexes
+from softsieve.heads.cascade.calibration import Trial
+from softsieve.heads.cascade.engine import Cascade
+from softsieve.heads.cascade.fit import Fallback, GpuCascadeCalibration, widened
+from softsieve.heads.engine import Answer, Estimated, Layer, Promise
+
+if TYPE_CHECKING:
+    from softsieve.kernels import cascade_triton as kernels
+
+ROOM = 1024  # survivors, at least, that there is room for
+BATCH = 64  # queries that are answered together, at most
+TIERS = 4  # of those in the index, the shortest ones, that are tried
+# Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
+_AROUND, _LAUNCH = 64, 12e6
+_FALLBACK = 4  # times as long as its bytes take, a fallback takes
+_PROBES = 64  # lanes for the rows that are always read
+
+
+def reason_against(weight: Tensor) -> str | None:
+    """Why there can be no cascade for a weight that is not on a CPU; None when there can be one."""
+    if weight.device.type != "cuda":
+        return f"expected a weight on a CPU or a CUDA device, found one on {weight.device}"
+    if find_spec("triton") is None:
+        return f"expected Triton for a weight on {weight.device}, which is not installed"
+    if weight.dtype == torch.float64:
+        return "expected a weight of float32 or less on a GPU, found torch.float64"
+    if weight.stride(1) != 1:
+        return "expected rows in one piece, found a weight that is stored by columns: give weight.contiguous()"
+    from softsieve.kernels.cascade_triton import MOST_ROWS
+
+    if len(weight) > MOST_ROWS:
+        return f"expected at most {MOST_ROWS} rows on a GPU, found {len(weight)}"
+    return None
+
+
+class GpuCascade(Cascade):
+    """An index with its weight on a GPU, ready to be asked from any thread and stream."""
+
+    on_gpu = True
+
+    def __init__(self, layer: Layer, index: indexes.Index) -> None:
+        from softsieve.kernels import cascade_triton as kernels
+
+        super().__init__(layer, index)
+        self._kernels, weight, bias = kernels, layer.weight, layer.bias
+        self.tiers = indexes.lengths(len(index.centre))[1]
+        self._steps = index.tier_steps.tolist()
+        probed = torch.ones(_PROBES, index.records.shape[1], dtype=torch.int8, device=weight.device)
+        probed[: len(index.probes)] = index.records[index.probes]
+        self._arrays = kernels.Index(
+            weight,
+            None if bias is None else bias.float() * layer.beta,
+            indexes.is_coded(index, weight),
+            index.project,
+            index.centre,
+            index.mean,
+            index.records,
+            self._spreads(index.records),
+            index.probes,
+            probed,
+            self._spreads(probed),
+        )
+        self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        # Graphs have only addresses, so there are counters that were made before the first one is recorded.
+        self._counters = torch.zeros(64, 2 * BATCH, dtype=torch.int32, device=weight.device)
+        self._unused: list[Tensor] = list(self._counters)
+        self._graphs: dict[tuple[Any, ...], Graphed] = {}
+        self._lock = threading.Lock()
+        self._done: torch.cuda.Event | None = None
+
+    def _spreads(self, records: Tensor) -> Tensor:
+        return records[:, : len(self.tiers)].view(torch.uint8).T.contiguous()
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def solve(self, x: Tensor, fit: GpuCascadeCalibration, k: int) -> Answer:
+        fields, _ = self.replay(x.reshape(-1, x.shape[-1]), fit)
+        top = (fields.indices[:, :k], fields.probs[:, :k], fields.logits[:, :k])
+        numbers = fields.log_z, fields.interval, fields.coordinates, fields.bytes_read, fields.state != 0
+        return Answer(*top, *numbers).shaped(x.shape[:-1])
+
+    def logits(self, x: Tensor, promise: Promise) -> Estimated:
+        fit = self.fit(self.largest_k(), promise)
+        self.notice_changes()
+        fields, logits = self.replay(x, fit, torch.float32)
+        return Estimated(logits, [], fields.bytes_read.sum(), (fields.state != 0).sum())
+
+    def ends(self, queries: Tensor, fit: GpuCascadeCalibration) -> tuple[Tensor, Tensor]:
+        plan = self.plan(widened(fit)._replace(capacity=self._kernels.CAPACITY), math.inf, upper=True)
+        logits = torch.empty(len(queries), len(self.layer.weight), dtype=torch.float32, device=queries.device)
+        parts = zip(torch.split(queries.float().contiguous(), BATCH), torch.split(logits, BATCH), strict=True)
+        states = [self._kernels.fields(*self._ask(plan, x, 1.0, self._zeros(), out)).state for x, out in parts]
+        return logits, torch.cat(states) == Fallback.NONE
+
+    def replay(
+        self, x: Tensor, fit: GpuCascadeCalibration, dense: torch.dtype | None = None
+    ) -> tuple[kernels.Fields, Any]:
+        """Answer queries (batch, d); with all logits if they have a dtype.
+
+        The first call with a batch size launches kernels one by one, later ones replay a CUDA graph. While the caller
+        records one, the launches become part of it. Nothing waits for the device.
+        """
+        x = (x.float() if x.dtype == torch.float64 else x).detach().contiguous()
+        parts = [self._replay(part, fit, dense) for part in torch.split(x, BATCH)]
+        top, numbers, *logits = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return self._kernels.fields(top, numbers), logits[0] if logits else None
+
+    def _replay(self, x: Tensor, fit: GpuCascadeCalibration, dense: torch.dtype | None) -> tuple[Tensor, ...]:
+        if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return self._launch(fit, dense, self._counter(), x=x)
+        with self._lock, torch.cuda.device(x.device):
+            key = (fit, dense)
+            if key not in self._graphs:
+                self._graphs[key] = Graphed(partial(self._launch, fit, dense, self._counter()), warmup=1, limit=8)
+            stream = torch.cuda.current_stream()
+            if self._done is not None:  # graphs have memory of their own, which another stream may still use
+                stream.wait_event(self._done)
+            outputs = tuple(value.clone() for value in self._graphs[key](x=x))
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(stream)
+        return outputs
+
+    def _launch(
+        self, fit: GpuCascadeCalibration, dense: torch.dtype | None, counter: Tensor, *, x: Tensor
+    ) -> tuple[Tensor, ...]:
+        out = None if dense is None else torch.empty(len(x), len(self.layer.weight), dtype=dense, device=x.device)
+        answer = self._ask(self.plan(fit), x, self.layer.beta, counter, out)
+        return (*answer,) if out is None else (*answer, out)
+
+    def _ask(
+        self, plan: kernels.Plan, x: Tensor, scale: float, counter: Tensor, dense: Tensor | None = None
+    ) -> kernels.Found:
+        beta, totals = self.layer.beta, self._totals
+        return self._kernels.ask(
+            self._arrays, plan, x, scale=scale, beta=beta, totals=totals, arrivals=counter, dense=dense
+        )
+
+    def _counter(self) -> Tensor:
+        """Zeros for one caller, of those that were made before any graph was recorded as long as there are some."""
+        return self._unused.pop() if self._unused else self._zeros()
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(2 * BATCH, dtype=torch.int32, device=self.layer.weight.device)
+
+    def counts(self) -> tuple[int, int]:
+        """Queries so far, and those of them that fell back. Waits for the GPU."""
+        answered, fallbacks = self._totals.tolist()
+        return answered, fallbacks
+
+    # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def trial(self, queries: Tensor, fit: GpuCascadeCalibration, *, half_width: float | None = None) -> Trial:
+        plan, counter = self.plan(fit, half_width), self._zeros()
+        parts = [self._ask(plan, some, 1.0, counter) for some in torch.split(queries, BATCH)]
+        fields = self._kernels.fields(*map(torch.cat, zip(*parts, strict=True)))
+        return Trial(
+            fields.state,
+            fields.indices,
+            fields.logits,
+            fields.log_z.double(),
+            fields.half.double(),
+            fields.coordinates,
+            fields.bytes_read - (fields.state != 0) * self.layer.bytes,
+            fields.scale.double(),
+            fields.survivors,
+            fields.signal.double(),
+            fields.toward.double(),
+            fields.flat.double(),
+        )
+
+    def settings(self) -> list[dict[str, int]]:
+        """A tier that previews all rows, and a longer one, or none, for the survivors."""
+        some = range(min(TIERS, len(self.tiers)))
+        return [{"first": first, "tier": tier} for first in some for tier in (-1, *some[first + 1 :])]
+
+    def start(self, k: int, promise: Promise, queries: int) -> GpuCascadeCalibration:
+        room = self._kernels.CAPACITY
+        return GpuCascadeCalibration(
+            k, *promise, queries, 1.0, 1.0, 0, -1, room, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
+        )
+
+    def choose(
+        self, start: GpuCascadeCalibration, trials: list[tuple[GpuCascadeCalibration, Trial]]
+    ) -> GpuCascadeCalibration:
+        best, trial = min(trials, key=lambda one: self._cost(*one))
+        room = max(2 * int(trial.survivors.max()), ROOM)  # for twice as many survivors as there were
+        return best._replace(capacity=min(1 << (room - 1).bit_length(), self._kernels.CAPACITY))
+
+    def _cost(self, fit: GpuCascadeCalibration, trial: Trial) -> float:
+        """Bytes that could be read in order in the time that an answer takes, in the mean."""
+        cost = trial.bytes_read.double() + _FALLBACK * self.layer.bytes * (trial.fallback != 0)
+        return float((cost + _AROUND * trial.survivors + _LAUNCH if fit.tier >= 0 else cost).mean())
+
+    def plan(self, fit: GpuCascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
+        """What the kernels are told; the half-width of log Z to reach is what eps says unless it is an argument."""
+        promised = -math.log1p(-fit.eps)
+        tiered = fit.tier >= 0
+        return self._kernels.Plan(
+            k=fit.k,
+            first=fit.first,
+            length=self.tiers[fit.first],
+            step=self._steps[fit.first],
+            tier=fit.tier,
+            tier_length=self.tiers[fit.tier] if tiered else 0,
+            tier_step=self._steps[fit.tier] if tiered else 0.0,
+            width=fit.width,
+            correction=fit.correction,
+            floor=math.log(fit.eps / 2),
+            doubt=fit.doubt,
+            tolerance=math.log1p(fit.eps) if half_width is None else half_width,
+            low=fit.low,
+            high=fit.high,
+            signal=fit.signal,
+            toward_low=fit.toward_low,
+            toward_high=fit.toward_high,
+            survivors=fit.most,
+            flat=fit.flat,
+            interval=min(fit.interval, 1e30),
+            least=promised if math.isinf(fit.interval) else promised / 4,
+            most=promised,
+            capacity=fit.capacity,
+            upper=upper,
+        )
