@@ -36,4 +36,4 @@ __all__ = [
     "as_multilabel_loss",
     "linear_as_cross_entropy",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
