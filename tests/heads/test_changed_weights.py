@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from softsieve import AdaptiveSoftmax
 from softsieve.heads import WeightChanged, watching
 from softsieve.heads.cascade import calibration as cascade_calibration
-from softsieve.heads.cascade import index as cascade
 from softsieve.heads.cascade.cpu import SAMPLES, CpuCascade
 
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
@@ -292,7 +291,7 @@ def test_steps_of_other_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch)
     other = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([other], lr=1.0, fused=True)
     other.sum().backward()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(cascade, "checksums", None)  # nobody asks
+    monkeypatch.setattr(watching, "checksums", None)  # nobody asks
     optimizer.step()
     assert right(head)
     stepped(torch.optim.SGD, "hand")(weight)
@@ -304,7 +303,7 @@ def test_a_step_that_changes_nothing_is_looked_at_once(monkeypatch: pytest.Monke
     head, weight, _ = made("cascade")
     torch.optim.SGD([weight], lr=1.0, fused=True).step()  # there is no gradient
     assert right(head)
-    monkeypatch.setattr(cascade, "checksums", None)
+    monkeypatch.setattr(watching, "checksums", None)
     assert right(head)
 
 

@@ -204,11 +204,18 @@ class Engine(Protocol):
 
     @classmethod
     def from_state(
-        cls, layer: Layer, tensors: dict[str, Tensor], settings: dict[str, Any], *, fitted_to: Tensor | None = None
+        cls,
+        layer: Layer,
+        promise: Promise,
+        tensors: dict[str, Tensor],
+        settings: dict[str, Any],
+        *,
+        fitted_to: Tensor | None = None,
     ) -> Engine:
         """The engine of what `state` gave, which is used up.
 
         Args:
+            promise: what is promised of answers now.
             fitted_to: checksums that the weight is compared with before the first answer; None: it was compared.
 
         Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.heads import index_file, weightless
-from softsieve.heads.engine import Engine, Layer, Options
+from softsieve.heads.engine import Engine, Layer, Options, Promise
 from softsieve.heads.engines import check_cascade
 from softsieve.heads.modes import in_own_modes, ordinary, own_modes
 
@@ -30,6 +30,9 @@ class Portable:
         _engine: Engine | None
         _kind: type[Engine]
         _layer: Layer
+
+        @property
+        def _promise(self) -> Promise: ...
 
     @in_own_modes
     def to(self: Head, device: torch.device | str) -> Head:
@@ -138,7 +141,7 @@ class Portable:
         elif head._engine is None and fits:
             raise ValueError(f"calibrations.{next(iter(fits))}: expected an index with it, found none")
         if head._engine is not None or "index.centre" in tensors:
-            head._engine = head._kind.from_state(head._layer, tensors, settings, fitted_to=fitted_to)
+            head._engine = head._kind.from_state(head._layer, head._promise, tensors, settings, fitted_to=fitted_to)
         for name in ("calibrations", "elsewhere"):
             if not settings.get(name, True):
                 del settings[name]

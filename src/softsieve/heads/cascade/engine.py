@@ -190,7 +190,13 @@ class Cascade(Engine):
 
     @classmethod
     def from_state(
-        cls, layer: Layer, tensors: dict[str, Tensor], settings: dict[str, Any], *, fitted_to: Tensor | None = None
+        cls,
+        layer: Layer,
+        promise: Promise,
+        tensors: dict[str, Tensor],
+        settings: dict[str, Any],
+        *,
+        fitted_to: Tensor | None = None,
     ) -> Cascade:
         tensors.setdefault("index.mean", torch.zeros_like(tensors["index.centre"]))  # version 0.1 had none
         parts = (tensors.pop(f"index.{name}") for name in indexes.Index._fields)

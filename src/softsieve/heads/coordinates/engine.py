@@ -128,11 +128,17 @@ class Coordinates(Engine):
 
     @classmethod
     def from_state(
-        cls, layer: Layer, tensors: dict[str, Tensor], settings: dict[str, Any], *, fitted_to: Tensor | None = None
+        cls,
+        layer: Layer,
+        promise: Promise,
+        tensors: dict[str, Tensor],
+        settings: dict[str, Any],
+        *,
+        fitted_to: Tensor | None = None,
     ) -> Coordinates:
         engine, size, options = cls(layer), layer.weight.shape[1], layer.options
         count = len(sizes(padded(size) if options.rotate else size, FIRST))
-        delta, fits = settings["delta"], {}
+        fits = {}
         for name, queries in settings.pop("calibrations").items():
             k, scale = int(name), tensors.pop(f"calibrations.{name}")
             _checks.whole_number("k", k, 0, len(layer.weight))
@@ -141,7 +147,7 @@ class Coordinates(Engine):
                 raise ValueError(f"calibrations.{k}: expected {count} numbers, found shape {tuple(scale.shape)}")
             if options.guarantee != "calibrated":
                 raise ValueError("calibrations: made for another guarantee")
-            fits[k] = Calibration(scale, queries, delta)
+            fits[k] = Calibration(scale, queries, promise.delta)
         engine.calibrations, engine.fitted_to = fits, fitted_to
         if fits:
             engine._note_weight()
