@@ -54,7 +54,7 @@ def test_the_protocol(kind: type[Engine]) -> None:
     assert answer.log_z.shape == (4, 5)
     assert float(right(engine.topk(x, 3, PROMISE, None), layer.logits, layer.scaled(x), 0.3).double().mean()) > 0.8
     assert engine.log_partition(x, PROMISE, None).indices.shape == (20, 0)
-    logits = engine.logits(x, PROMISE)
+    logits = engine.logits(layer.scaled(x), PROMISE)
     known = [number for number in range(20) if number not in logits.fallbacks]
     exact = layer.logits(layer.scaled(x))
     assert torch.equal(logits.logits[known].argmax(-1), exact[known].argmax(-1))

@@ -175,17 +175,17 @@ class AdaptiveSoftmax(Portable):
         takes that was calibrated. Other methods, and a cascade that is not calibrated with ``method="auto"``, give the
         exact ones.
         """
-        rows, scaled = self._rows(x)
-        estimated = self.estimated(rows)
-        logits = self._layer.logits(scaled) if estimated is None else estimated.logits
-        if estimated is not None and estimated.fallbacks:
-            logits[estimated.fallbacks] = self._layer.logits(scaled[estimated.fallbacks])
+        queries = self._queries(x)
+        engine = self._choose_for_logits(len(queries))
+        logits, fallbacks, *_ = engine.logits(queries, self._promise)
+        if fallbacks:
+            logits[fallbacks] = self._layer.logits(queries[fallbacks])
         return in_range(logits).reshape(*x.shape[:-1], -1)
 
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Checked queries (batch, d), as they are and scaled."""
+    def _queries(self, x: Tensor) -> Tensor:
+        """Checked and scaled queries, (batch, d)."""
         _checks.queries("x", x, self.weight, look=self.weight.is_cpu)
-        return x.detach().reshape(-1, x.shape[-1]), self._layer.scaled(x, "x" if self.weight.is_cpu else None)
+        return self._layer.scaled(x, "x" if self.weight.is_cpu else None)
 
     @in_own_modes
     def estimated(self, x: Tensor) -> Estimated | None:
@@ -194,7 +194,7 @@ class AdaptiveSoftmax(Portable):
         For layers that answer fallbacks themselves. Nothing is checked.
         """
         engine = self._choose_for_logits(len(x))
-        return None if engine is self._exact else engine.logits(x, self._promise)
+        return None if engine is self._exact else engine.logits(self._layer.scaled(x), self._promise)
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact."""
@@ -232,10 +232,11 @@ class AdaptiveSoftmax(Portable):
         if top_k is not None:
             best = self.topk(x, top_k, generator=generator)
             return best.indices.gather(-1, draw(best.logits, temperature, top_p, generator)[..., None])[..., 0]
-        rows, scaled = self._rows(x)
-        engine = self._choose_for_logits(len(rows)) if top_p is None or top_p == 1 else self._exact
-        ends = engine.upper_ends(rows, self._promise)
-        drawn = draw_rows(self._layer, scaled, ends, temperature, top_p, generator)
+        queries = self._queries(x)
+        engine = self._choose_for_logits(len(queries)) if top_p is None or top_p == 1 else self._exact
+        drawn = draw_rows(
+            self._layer, queries, engine.upper_ends(queries, self._promise), temperature, top_p, generator
+        )
         return drawn.reshape(x.shape[:-1])
 
     def build(self, queries: Tensor | Iterable[Tensor], *, progress: Progress = no_progress) -> None:

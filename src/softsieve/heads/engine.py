@@ -182,12 +182,12 @@ class Engine(Protocol):
         """The partition function, with no rows."""
         return self.topk(x, 0, promise, generator)
 
-    def logits(self, x: Tensor, promise: Promise) -> Estimated:
-        """All logits of queries (batch, d): exact ones, where an engine has no estimates."""
-        return Estimated(self.layer.logits(self.layer.scaled(x)), [], len(x) * self.layer.bytes, len(x))
+    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
+        """All logits of scaled queries (batch, d): exact ones, where an engine has no estimates."""
+        return Estimated(self.layer.logits(queries), [], len(queries) * self.layer.bytes, len(queries))
 
-    def upper_ends(self, x: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
-        """What no logit of queries (batch, d) is above, (batch, n), and which were answered; None: not known."""
+    def upper_ends(self, queries: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
+        """What no logit of scaled queries (batch, d) is above, (batch, n), and which were answered; None: not known."""
         return None
 
     def check_weight(self) -> None:
@@ -226,10 +226,10 @@ class Engine(Protocol):
 
 def in_range(logits: Tensor, name: str = "x", *, wait: bool = False) -> Tensor:
     """The same, refused when some are beyond their dtype; on a GPU that is not seen unless it is waited for."""
-    if (logits.is_cpu or wait) and not math.isfinite(
-        float(logits.sum(dtype=torch.float64))
-    ):  # NaN and infinities stay in a sum
-        raise ValueError(f"{name}: expected logits that {logits.dtype} can hold, found some beyond")
+    if logits.is_cpu or wait:
+        total = logits if logits.numel() == 1 else logits.sum(dtype=torch.float64)  # NaN and infinities stay in it
+        if not math.isfinite(total):
+            raise ValueError(f"{name}: expected logits that {logits.dtype} can hold, found some beyond")
     return logits
 
 

@@ -80,7 +80,7 @@ class CpuCascade(Cascade):
         interval = np.empty((len(log_z), 2), self._kind)
         interval[:, 0], interval[:, 1] = log_z - half, log_z + half
         read = numbers[:, 3:5].astype(np.int64)
-        exact = numbers[:, 0] != Fallback.NONE
+        exact = numbers[:, 0] != 0
         fields = [indices, np.exp(logits - log_z[:, None]), logits, log_z, interval, read[:, 0], read[:, 1], exact]
         if exact.any():
             _explain(numbers, fit, stacklevel=7)
@@ -94,11 +94,11 @@ class CpuCascade(Cascade):
         shape = x.shape[:-1]
         return Answer(*(torch.from_numpy(value.reshape(shape + value.shape[1:])) for value in fields))
 
-    def logits(self, x: Tensor, promise: Promise) -> Estimated:
+    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
-        logits = torch.empty(len(x), len(self.layer.weight), dtype=self._dtype)
-        _, _, answers = self._run(self.layer.scaled(x), plan_of(fit), logits.numpy())
+        logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
+        _, _, answers = self._run(queries, plan_of(fit), logits.numpy())
         fallbacks = [number for number, one in enumerate(answers) if one.state]
         if fallbacks:
             _explain(np.array(answers), fit, stacklevel=6)
@@ -107,7 +107,7 @@ class CpuCascade(Cascade):
     def ends(self, queries: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
         _, _, answers = self._run(queries, plan_of(widened(fit), math.inf, upper=True), logits.numpy())
-        return logits, torch.tensor([one.state == Fallback.NONE for one in answers])
+        return logits, torch.tensor([one.state == 0 for one in answers])
 
     def _run(self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None) -> tuple[Any, Any, list[kernels.Found]]:
         """Rows and logits of the top k of scaled queries, each answered by itself, and what the kernel says of them.

@@ -87,10 +87,10 @@ class Cascade(Engine):
         self.notice_changes()
         return self.solve(x, fit, k)
 
-    def upper_ends(self, x: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
+    def upper_ends(self, queries: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
-        return self.ends(self.layer.scaled(x), fit) if math.isfinite(fit.envelope) else None
+        return self.ends(queries, fit) if math.isfinite(fit.envelope) else None
 
     def largest_k(self) -> int:
         """The k that logits of all rows are answered by."""

@@ -93,15 +93,15 @@ class GpuCascade(Cascade):
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def solve(self, x: Tensor, fit: GpuCascadeCalibration, k: int) -> Answer:
-        fields, _ = self.replay(x.reshape(-1, x.shape[-1]), fit)
+        fields, _ = self.replay(x.reshape(-1, x.shape[-1]), fit, scale=self.layer.beta)
         top = (fields.indices[:, :k], fields.probs[:, :k], fields.logits[:, :k])
         numbers = fields.log_z, fields.interval, fields.coordinates, fields.bytes_read, fields.state != 0
         return Answer(*top, *numbers).shaped(x.shape[:-1])
 
-    def logits(self, x: Tensor, promise: Promise) -> Estimated:
+    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
-        fields, logits = self.replay(x, fit, torch.float32)
+        fields, logits = self.replay(queries, fit, scale=1.0, dense=torch.float32)
         return Estimated(logits, [], fields.bytes_read.sum(), (fields.state != 0).sum())
 
     def ends(self, queries: Tensor, fit: GpuCascadeCalibration) -> tuple[Tensor, Tensor]:
@@ -112,25 +112,27 @@ class GpuCascade(Cascade):
         return logits, torch.cat(states) == Fallback.NONE
 
     def replay(
-        self, x: Tensor, fit: GpuCascadeCalibration, dense: torch.dtype | None = None
+        self, x: Tensor, fit: GpuCascadeCalibration, *, scale: float, dense: torch.dtype | None = None
     ) -> tuple[kernels.Fields, Any]:
-        """Answer queries (batch, d); with all logits if they have a dtype.
+        """Answer queries (batch, d), which are yet to be scaled; with all logits if they have a dtype.
 
         The first call with a batch size launches kernels one by one, later ones replay a CUDA graph. While the caller
         records one, the launches become part of it. Nothing waits for the device.
         """
         x = (x.float() if x.dtype == torch.float64 else x).detach().contiguous()
-        parts = [self._replay(part, fit, dense) for part in torch.split(x, BATCH)]
+        parts = [self._replay(part, fit, scale, dense) for part in torch.split(x, BATCH)]
         top, numbers, *logits = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return self._kernels.fields(top, numbers), logits[0] if logits else None
 
-    def _replay(self, x: Tensor, fit: GpuCascadeCalibration, dense: torch.dtype | None) -> tuple[Tensor, ...]:
+    def _replay(
+        self, x: Tensor, fit: GpuCascadeCalibration, scale: float, dense: torch.dtype | None
+    ) -> tuple[Tensor, ...]:
         if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-            return self._launch(fit, dense, self._counter(), x=x)
+            return self._launch(fit, scale, dense, self._counter(), x=x)
         with self._lock, torch.cuda.device(x.device):
-            key = (fit, dense)
+            key = (fit, scale, dense)
             if key not in self._graphs:
-                self._graphs[key] = Graphed(partial(self._launch, fit, dense, self._counter()), warmup=1, limit=8)
+                self._graphs[key] = Graphed(partial(self._launch, *key, self._counter()), warmup=1, limit=8)
             stream = torch.cuda.current_stream()
             if self._done is not None:  # graphs have memory of their own, which another stream may still use
                 stream.wait_event(self._done)
@@ -140,10 +142,10 @@ class GpuCascade(Cascade):
         return outputs
 
     def _launch(
-        self, fit: GpuCascadeCalibration, dense: torch.dtype | None, counter: Tensor, *, x: Tensor
+        self, fit: GpuCascadeCalibration, scale: float, dense: torch.dtype | None, counter: Tensor, *, x: Tensor
     ) -> tuple[Tensor, ...]:
         out = None if dense is None else torch.empty(len(x), len(self.layer.weight), dtype=dense, device=x.device)
-        answer = self._ask(self.plan(fit), x, self.layer.beta, counter, out)
+        answer = self._ask(self.plan(fit), x, scale, counter, out)
         return (*answer,) if out is None else (*answer, out)
 
     def _ask(
