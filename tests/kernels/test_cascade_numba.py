@@ -16,12 +16,15 @@ from torch import Tensor
 
 from softsieve.heads.basis import Moments
 from softsieve.heads.cascade import SPREADS, Cascade, build, lengths, raw_bits
+from softsieve.kernels import base_numba, estimates_numba, rows_numba
 from softsieve.kernels import cascade_numba as kernels
 from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRIFTED, EXPENSIVE, Plan, Usual
+from softsieve.kernels.estimates_numba import Errors
 from softsieve.reference import heads as reference
 
 Array = Any  # np.ndarray, of any shape and dtype
 USUAL = Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
+ERRORS = Errors(0.005, 0.01, 0.5, 1e30)  # margins of two deviations
 PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, USUAL, False)
 
 
@@ -56,7 +59,7 @@ def test_threads_are_there_before_anything_is_called() -> None:
 
 def test_exp() -> None:
     values = np.concatenate([np.linspace(-80, 80, 4001), spread_out(500), [0.0]]).astype(np.float32)
-    exp: Any = kernels.exp
+    exp: Any = base_numba.exp
     found = np.array([exp(value) for value in values])
     truth = np.exp(values.astype(np.float64))
     np.testing.assert_allclose(found, truth, rtol=1e-5)  # what rounding of value * log2(e) does
@@ -96,15 +99,15 @@ def test_exact_rows(dtype: torch.dtype, layout: str) -> None:
     rows = random().integers(0, 3700, 3600)
     assert rows.size * x.size > ALONE > 7 * x.size
     several = np.empty(rows.size, kind)
-    kernels.exact_rows(raw_bits(weight), x, rows, bias[:0], several)
+    rows_numba.exact_rows(raw_bits(weight), x, rows, bias[:0], several)
     rtol = 1e-12 if kind == np.float64 else 1e-5
     np.testing.assert_allclose(several, truth[rows], rtol=rtol, atol=rtol * 10)
     alone = np.empty(7, kind)
-    kernels.exact_rows(raw_bits(weight), x, rows[:7], bias[:0], alone)
+    rows_numba.exact_rows(raw_bits(weight), x, rows[:7], bias[:0], alone)
     np.testing.assert_array_equal(alone, several[:7])
-    kernels.exact_rows(raw_bits(weight), x, rows, bias, several)
+    rows_numba.exact_rows(raw_bits(weight), x, rows, bias, several)
     np.testing.assert_allclose(several, truth[rows] + bias[rows], rtol=rtol, atol=rtol * 10)
-    kernels.exact_rows(raw_bits(weight), x, rows[:0], bias, alone)  # nothing to do
+    rows_numba.exact_rows(raw_bits(weight), x, rows[:0], bias, alone)  # nothing to do
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_exact_rows(dtype: torch.dtype, layout: str) -> None:
 )
 def test_float16_at_its_limits(bits: Array) -> None:
     found = np.empty(bits.size, np.float32)
-    kernels.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), found[:0], found)
+    rows_numba.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), found[:0], found)
     np.testing.assert_array_equal(found, bits.view(np.float16).astype(np.float32))
 
 
@@ -123,7 +126,7 @@ def test_project(size: int) -> None:
     x = spread_out(size, seed=1)
     assert (430 * size > ALONE) == (size == 2500)
     out = np.full(450, np.float32(7))
-    kernels.project(raw_bits(projection), x, 13, 443, out)
+    rows_numba.project(raw_bits(projection), x, 13, 443, out)
     truth = projection.double().numpy() @ x.astype(np.float64)
     np.testing.assert_allclose(out[13:443], truth[13:443], rtol=1e-5, atol=1e-4)
     assert set(out[:13]) | set(out[443:]) == {7}
@@ -132,8 +135,8 @@ def test_project(size: int) -> None:
 def test_project_does_not_depend_on_threads() -> None:
     projection, x = raw_bits(torch.from_numpy(spread_out(450, 2500)).bfloat16()), spread_out(2500, seed=1)
     several, alone = np.zeros((2, 450), np.float32)
-    kernels.project(projection, x, 0, 450, several)
-    kernels.project(projection, x, 0, 20, alone)
+    rows_numba.project(projection, x, 0, 450, several)
+    rows_numba.project(projection, x, 0, 20, alone)
     np.testing.assert_array_equal(alone[:20], several[:20])
 
 
@@ -143,28 +146,28 @@ def test_add_columns(rows: int, size: int) -> None:
     """Any number of columns, four at a time or not; rows beyond the last are not written."""
     codes = random().integers(-127, 128, (size + 2, BLOCK)).astype(np.int8)
     y, values = spread_out(size), np.full(BLOCK, np.float32(-3))
-    kernels.add_columns(codes, y, values[:rows])
+    rows_numba.add_columns(codes, y, values[:rows])
     truth = codes[:size, :rows].T.astype(np.float64) @ y.astype(np.float64) - 3
     np.testing.assert_allclose(values[:rows], truth, rtol=1e-5, atol=1e-3)
     assert (values[rows:] == -3).all()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (5, 33), (0, 300), (299, 300)])
-def test_refine(low: int, high: int) -> None:
+def test_add_codes(low: int, high: int) -> None:
     records = random().integers(-128, 128, (4000, SPREADS + 300)).astype(np.int8)  # spreads above 127 are negative here
     y, rows = spread_out(SPREADS + 300), random(1).permutation(4000)[:3900].astype(np.int32)
     y[:SPREADS] = 0
     assert (rows.size * (high - low) > ALONE) == (high - low == 300)
     out, near = spread_out(3900, seed=2), np.zeros(3900, np.float32)
     before = out.copy()
-    kernels.refine(records, 3, y, rows, low, high, out, near)
+    rows_numba.add_codes(records, 3, y, rows, low, high, out, near)
     some = slice(SPREADS + low, SPREADS + high)
     product = records[rows, some].astype(np.float64) @ y[some].astype(np.float64)
     np.testing.assert_allclose(out, before + product, rtol=1e-5, atol=5e-3)
     np.testing.assert_array_equal(near, records[rows, 3].view(np.uint8))
     assert near.max() > 127
     alone, around = before[:9].copy(), np.zeros(9, np.float32)
-    kernels.refine(records, 3, y, rows[:9], low, high, alone, around)
+    rows_numba.add_codes(records, 3, y, rows[:9], low, high, alone, around)
     np.testing.assert_array_equal(alone, out[:9])
 
 
@@ -173,17 +176,17 @@ def test_refine(low: int, high: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 65, 150])
 @pytest.mark.parametrize("different", [1, 3, 1000])
-def test_kth(size: int, different: int) -> None:
+def test_kth_largest(size: int, different: int) -> None:
     values = random(size).integers(0, different, size).astype(np.float32) - 1
     ordered = np.sort(values)[::-1]
     kept = values.copy()
-    assert [kernels._kth(values, k) for k in range(1, size + 1)] == list(ordered)
+    assert [base_numba.kth_largest(values, k) for k in range(1, size + 1)] == list(ordered)
     np.testing.assert_array_equal(values, kept)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 2100])
 @pytest.mark.parametrize("different", [2, 100_000])
-def test_ahead(rows: int, different: int) -> None:
+def test_find_best(rows: int, different: int) -> None:
     """The rows with the largest estimates, and those that are tied with the last of them."""
     blocks = -(-rows // BLOCK)
     estimates = np.full(blocks * BLOCK, np.float32(1e9))  # what is beyond the last row is not looked at
@@ -193,7 +196,7 @@ def test_ahead(rows: int, different: int) -> None:
     for count in {1, 2, 3, 4, 5, 6, 8, 64, 65, 600, rows - 1, rows}:
         if 1 <= count <= rows:
             found, values = np.empty(blocks * BLOCK, np.int32), np.empty(blocks * BLOCK, np.float32)
-            size = kernels._ahead(estimates, largest, rows, count, found, values)
+            size = estimates_numba.find_best(estimates, largest, rows, count, found, values)
             np.testing.assert_array_equal(found[:size], np.flatnonzero(estimates[:rows] >= ordered[count - 1]))
             np.testing.assert_array_equal(values[:size], estimates[found[:size]])
 
@@ -223,25 +226,25 @@ def seen(rows: int, margin: float) -> Seen:
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 3000, ALONE + 1500])
 @pytest.mark.parametrize("level", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
-def test_select(rows: int, level: float) -> None:
+def test_select_rows(rows: int, level: float) -> None:
     """In order, whatever blocks are left out, whether one thread does it or several."""
     given = seen(rows, 0.01)
-    count = kernels._select(given.estimates, given.spread, 0.01, level, *given[2:])
+    count = estimates_numba.select_rows(given.estimates, given.spread, ERRORS, level, *given[2:])
     wanted = np.flatnonzero(given.estimates[:rows] + np.float32(0.01) * given.spread >= np.float32(level))
     assert (wanted.size == rows, wanted.size == 0) == (level == -1e9, level == 1e9) or rows == 1
-    assert kernels._count(given.estimates, given.spread, 0.01, level, given.reach) == wanted.size
+    assert estimates_numba.count_rows(given.estimates, given.spread, ERRORS, level, given.reach) == wanted.size
     assert count == wanted.size
     np.testing.assert_array_equal(given.rows[:count], wanted)
     np.testing.assert_array_equal(given.values[:count], given.estimates[wanted])
     np.testing.assert_array_equal(given.near[:count], given.spread[wanted])
 
 
-def test_select_leaves_out_whole_blocks() -> None:
+def test_select_rows_passes_over_whole_blocks() -> None:
     given = seen(5 * BLOCK, 0.01)
     given.estimates[:BLOCK] -= 100
     given.estimates[2 * BLOCK : 4 * BLOCK] -= 100
     given.reach[[0, 2, 3]] -= 100
-    count = kernels._select(given.estimates, given.spread, 0.01, 0.0, *given[2:])
+    count = estimates_numba.select_rows(given.estimates, given.spread, ERRORS, 0.0, *given[2:])
     wanted = np.flatnonzero(given.estimates + np.float32(0.01) * given.spread >= 0)
     assert set(wanted // BLOCK) == {1, 4}
     np.testing.assert_array_equal(given.rows[:count], wanted)
@@ -249,14 +252,14 @@ def test_select_leaves_out_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize("level", [-1e9, 0.5, 1e9])
-def test_keep(level: float) -> None:
+def test_keep_rows(level: float) -> None:
     values, near, rows = spread_out(700), random().integers(1, 256, 700).astype(np.float32), np.arange(700)[::-1].copy()
     wanted = values + np.float32(0.01) * near >= np.float32(level)
     expected = rows[wanted], values[wanted], near[wanted]
     added = 0.5 * (0.005 * near[~wanted].astype(np.float64)) ** 2
     leaving = values[~wanted] + added, added
     gone, gone_added = np.zeros((2, 703), np.float32)
-    count, many = kernels._keep(values, rows, near, 0.01, level, 0.005, 0.5, 1e30, gone, gone_added, 2)
+    count, many = estimates_numba.keep_rows(values, rows, near, ERRORS, level, gone, gone_added, 2)
     for found, right in zip((rows, values, near), expected, strict=True):
         np.testing.assert_array_equal(found[:count], right)
     assert many == 2 + 700 - count
@@ -266,7 +269,7 @@ def test_keep(level: float) -> None:
 
 @pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
 @pytest.mark.parametrize("based", [False, True])
-def test_preview(length: int, known: int, based: bool) -> None:
+def test_estimate_rows(length: int, known: int, based: bool) -> None:
     """Everything that is kept of a block, whether one thread does it or several, from the beginning or further."""
     rows, blocks = 3000, 6
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
@@ -279,10 +282,10 @@ def test_preview(length: int, known: int, based: bool) -> None:
     y = y.astype(np.float32)
     base = spread_out(rows if based else 0, seed=3)
     for low, high in ((0, known), (known, length)) if known else ((0, length),):
-        kernels._preview(
-            columns, low, spread, base, y[:high], np.float32(3), 0.01, 2.0, 0.5, 1.5,
+        estimates_numba.estimate_rows(
+            columns, low, spread, base, y[:high], np.float32(3), Errors(0.01, 0.02, 0.5, 1.5),
             estimates, largest, reach, masses, doubts,
-        )  # fmt: skip # the unit is the deviation for a spread of 1
+        )  # fmt: skip
     codes = columns[:, :length].transpose(0, 2, 1).reshape(-1, length)[:rows]
     truth = codes.astype(np.float64) @ y + 3 + (base if based else 0)
     np.testing.assert_allclose(estimates[:rows], truth, rtol=1e-5, atol=1e-4)
@@ -298,24 +301,56 @@ def test_preview(length: int, known: int, based: bool) -> None:
     assert added.max() > 1 > added.min()
 
 
-def test_masses_beyond_float32() -> None:
+def test_sums_beyond_float32() -> None:
     """Corrections without limit, and estimates far below: neither infinity nor nothing."""
-    mass, doubt = kernels._sum_masses(np.zeros(3, np.float32), np.full(3, np.float32(255)), 10.0, 0.5, 1e30, 0.0)
-    assert mass == doubt == pytest.approx(3 * math.exp(80), rel=1e-5)
-    mass, doubt = kernels._sum_masses(np.full(3, np.float32(-500)), np.ones(3, np.float32), 1.0, 0.5, 1e30, 0.0)
-    assert mass == pytest.approx(3 * math.exp(-80), rel=1e-5)
-    assert kernels._sum_masses(np.zeros(0, np.float32), np.zeros(0, np.float32), 1.0, 0.5, 1e30, 0.0) == (0, 0)
+
+    def sums(values: Any, spreads: Any, unit: float) -> Any:
+        errors = Errors(unit, 2 * unit, 0.5, 1e30)
+        return estimates_numba.sum_exponentials(values.astype(np.float32), spreads.astype(np.float32), errors, 0.0)
+
+    total, corrected = sums(np.zeros(3), np.full(3, 255), 10.0)
+    assert total == corrected == pytest.approx(3 * math.exp(80), rel=1e-5)
+    total, corrected = sums(np.full(3, -500), np.ones(3), 1.0)
+    assert total == pytest.approx(3 * math.exp(-80), rel=1e-5)
+    assert sums(np.zeros(0), np.zeros(0), 1.0) == (0, 0)
+
+
+def test_sums_of_dropped_rows() -> None:
+    """With a threshold only rows whose upper ends are below it count, in all blocks together, too."""
+    values, spreads = spread_out(2000), random(1).integers(1, 256, 2000).astype(np.uint8)
+    excess = 0.5 * (0.005 * spreads.astype(np.float64)) ** 2
+    own = np.where(values + np.float32(0.01) * spreads < 1.5, np.exp(values + excess - 2), 0)
+    total, corrected = estimates_numba.sum_dropped(values, spreads, ERRORS, 2.0, 1.5)
+    assert 0 < total == pytest.approx(own.sum(), rel=1e-4)
+    assert corrected == pytest.approx((own * np.minimum(excess, 1)).sum(), rel=1e-4)
+
+
+def test_rows_above_a_bound() -> None:
+    """What rows below the threshold have above a bound, whatever blocks are passed over."""
+    values, spreads = spread_out(2000), random(1).integers(1, 256, 2000).astype(np.uint8)
+    excess = 0.5 * (0.005 * spreads.astype(np.float64)) ** 2
+    upper = np.array([(values + np.float32(0.01) * spreads)[b : b + BLOCK].max() for b in range(0, 2000, BLOCK)])
+    wanted = (values + np.float32(0.01) * spreads < 3.0) & (values + excess > 1.0)
+    dropped, excesses = np.zeros((2, 2001), np.float32)
+    count = estimates_numba.gather_above(values, spreads, ERRORS, 3.0, upper, 1.0, dropped, excesses)
+    assert 0 < count == wanted.sum() < (values > 1).sum()
+    np.testing.assert_allclose(dropped[:count], (values + excess)[wanted], rtol=1e-5)
+    np.testing.assert_allclose(excesses[:count], excess[wanted], rtol=1e-5)
+    own = np.exp((values + excess)[wanted] - 2) - np.exp(-1.0)
+    total, corrected = estimates_numba.sum_above(dropped[: count + 1], excesses[: count + 1], 2.0, 1.0)
+    assert total == pytest.approx(own.sum(), rel=1e-4)
+    assert corrected == pytest.approx((own * np.minimum(excess[wanted], 1)).sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 3, 64, 65, 100])
-def test_sorted_top(k: int) -> None:
-    """Of equal ones any, but none twice."""
-    exact, rows = random().integers(0, 30, 100).astype(np.float32), random(1).permutation(1000)[:100].astype(np.int32)
+def test_sort_top(k: int) -> None:
+    """In falling order, equal ones by their rows, none twice."""
+    exact = random().integers(0, 30, 100).astype(np.float32)
+    rows = np.sort(random(1).permutation(1000)[:100]).astype(np.int32)
     top, logits = np.zeros(k, np.int64), np.zeros(k, np.float32)
-    kernels._sorted_top(exact, rows, top, logits)
+    estimates_numba.sort_top(exact, rows, top, logits)
     np.testing.assert_array_equal(logits, np.sort(exact)[::-1][:k])
-    assert len(set(top)) == k
-    assert all(exact[rows == row] == logit for row, logit in zip(top, logits, strict=True))
+    np.testing.assert_array_equal(top, rows[np.argsort(-exact, kind="stable")[:k]])
 
 
 # -- one query, by hand ------------------------------------------------------------------------------------------------
@@ -543,7 +578,7 @@ def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
     for first, second in {(0, previews - 1), *((level, level) for level in range(previews))}:
         for k in sorted({0, 1, min(2, n), min(8, n), n}):
             for width in WIDTHS:
-                plan = PLAN._replace(k=k, first=first, second=second, limit=n // 50, width=width)
+                plan = PLAN._replace(k=k, first=first, second=second, limit=float(n // 50), width=width)
                 states += [compare(head, query, plan) for query in x[: 3 if n < 3000 else 1]]
     assert states.count(None) <= 0.5 * len(states) or d == 1  # a basis of one coordinate makes estimates exact
     if n >= 511 and d >= 17:
@@ -551,7 +586,7 @@ def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
         assert "expensive" in states
 
 
-@pytest.mark.parametrize("limit", [0, 40, math.inf])
+@pytest.mark.parametrize("limit", [0.0, 40.0, math.inf])
 def test_a_longer_preview_is_made_for_queries_that_leave_many_rows(limit: float) -> None:
     """By how many rows are read further: as with the first preview alone, or with the second."""
     head, x = made(3000, 200)
@@ -628,7 +663,7 @@ def test_ask_with_many_rows() -> None:
     finalists = []
     for width, part in ((0.3, 1e-3), (3.0, 1e-6)):
         plan = PLAN._replace(
-            k=5, second=head.engine.previews - 1, limit=0, width=width, floor=math.log(part), doubt=0.0
+            k=5, second=head.engine.previews - 1, limit=0.0, width=width, floor=math.log(part), doubt=0.0
         )
         found, top, _, _, rows = head.ask(x[0], plan)
         right = head.reference(x[0], plan)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softsieve.kernels.numba_base import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
-from softsieve.kernels.numba_estimates import (
+from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
+from softsieve.kernels.estimates_numba import (
     Errors,
     count_reaching,
     count_rows,
@@ -31,7 +31,7 @@ from softsieve.kernels.numba_estimates import (
     sum_dropped,
     sum_exponentials,
 )
-from softsieve.kernels.numba_rows import SPREADS, add_codes, exact_row, exact_rows, project
+from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_row, exact_rows, project
 
 __all__ = ["ALONE", "BLOCK", "SPREADS", "Found", "Index", "Plan", "Scratch", "Usual", "ask", "exact_rows"]
 
@@ -131,7 +131,7 @@ class Found(NamedTuple):
 
 
 # The index without what depends on the dtype of the weight.
-Codes = namedtuple("Codes", Index._fields[2:14])  # noqa: PYI024
+Codes = namedtuple("Codes", Index._fields[2:14])
 
 
 class Preview(NamedTuple):
@@ -159,10 +159,10 @@ class Survivors(NamedTuple):
 
 
 @jit
-def _tally(scratch: Scratch, entries: int, size: int) -> None:
+def _tally(tally: Any, entries: int, size: int) -> None:
     """Count entries and bytes that are read."""
-    scratch.tally[0] += entries
-    scratch.tally[1] += size
+    tally[0] += entries
+    tally[1] += size
 
 
 @jit
@@ -218,7 +218,7 @@ def has_changed(weight: Any, probes: Any, samples: Any) -> bool:
 def read_rows(index: Index, x: Any, rows: Any, exact: Any, scratch: Scratch) -> None:
     """Read rows in full: their logits go to ``exact``."""
     exact_rows(index.weight, x, rows, index.bias, exact)
-    _tally(scratch, rows.size * x.size, rows.size * x.size * index.weight.itemsize)
+    _tally(scratch.tally, rows.size * x.size, rows.size * x.size * index.weight.itemsize)
 
 
 # -- the steps of one query, as docs/cascade.md has them ---------------------------------------------------------------
@@ -237,7 +237,7 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
     for r in range(probes.size):
         scratch.around[r] = codes.spreads[which][probes[r]]
     more = length - known
-    _tally(scratch, probes.size * more, more * extended.size * 2 + probes.size * (more + 1))
+    _tally(scratch.tally, probes.size * more, more * extended.size * 2 + probes.size * (more + 1))
     return _root_mean_square(scratch.probed, scratch.previewed, scratch.around, codes.steps[which])
 
 
@@ -257,7 +257,7 @@ def preview_rows(
         codes.columns, known, codes.spreads[which], codes.base, y, offset, errors,
         scratch.estimates, scratch.largest, scratch.reach, scratch.masses, scratch.doubts,
     )  # fmt: skip
-    _tally(scratch, n * (length - known), n * (length - known + 1) + (0 if known else 4 * codes.base.size))
+    _tally(scratch.tally, n * (length - known), n * (length - known + 1) + (0 if known else 4 * codes.base.size))
     shift, total, corrected = largest_of(scratch.largest), 0.0, 0.0
     for b in range(scratch.masses.size):
         factor = math.exp(scratch.largest[b] - shift)
@@ -341,10 +341,10 @@ def refine_survivors(
         project(codes.projection, extended, known, length, scratch.y[SPREADS:])
         if read == 0:
             start_estimates(offset, codes.base, rows, values)
-            scratch.previewed[:] = scratch.known
+            start_estimates(offset, codes.base, probes, scratch.previewed)
         add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads)
         add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.previewed, scratch.around)
-        _tally(scratch, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
+        _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
         known = read = length
         step = codes.tier_steps[tier]
         errors = _errors(plan, step * _root_mean_square(scratch.probed, scratch.previewed, scratch.around, step))
@@ -356,9 +356,7 @@ def refine_survivors(
         highest = max(highest, threshold)
         total, corrected = sum_exponentials(values, spreads, errors, preview.shift, threshold)
         dropped_total, dropped_corrected = dropped_total + total, dropped_corrected + corrected
-        count, dropped = keep_rows(
-            values, rows, spreads, errors, threshold, scratch.gone, scratch.gone_added, dropped
-        )
+        count, dropped = keep_rows(values, rows, spreads, errors, threshold, scratch.gone, scratch.gone_added, dropped)
     return Survivors(count, highest, dropped_total, dropped_corrected, dropped)
 
 
@@ -423,12 +421,11 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     n, d = index.weight.shape
     usual, tally = plan.usual, scratch.tally
     codes = Codes(*index[2:13], index.probes.astype(np.int32))
-    tally[:] = 0
     offset = np.float32(exact_row(index.centre, extended))
-    _tally(scratch, 0, 2 * extended.size)
+    tally[0], tally[1] = 0, 2 * extended.size
     read_rows(index, x, codes.probes, scratch.probed, scratch)
     start_estimates(offset, index.base, codes.probes, scratch.known)
-    scratch.previewed[:] = scratch.known
+    start_estimates(offset, index.base, codes.probes, scratch.previewed)
     if has_changed(index.weight, codes.probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, tally[0], tally[1], 0.0, 0, 0, 0.0, 0.0, 0.0)
     scale = measured = measure_errors(codes, plan.first, np.int64(0), extended, scratch)

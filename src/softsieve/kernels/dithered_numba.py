@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from softsieve.kernels.numba_base import ALONE, BLOCK, exp, jit_fast, jit_parallel
+from softsieve.kernels.base_numba import ALONE, BLOCK, exp, jit_fast, jit_parallel
 
 TILE = 128  # rows of a block that the preview works on together, which is twice as fast as all of them
 GROUP = 16  # bytes that the preview adds up before it adds them to the rest, which keeps rounding small

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from softsieve.kernels.numba_base import ALONE, as_float, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.base_numba import ALONE, as_float, jit_fast, jit_parallel, prefetch
 
 RECORDS_AHEAD, ROWS_AHEAD = 8, 2  # records of codes and rows of the weight that are prefetched
 LINE = 64  # bytes of a cache line
