@@ -499,32 +499,37 @@ class Made(NamedTuple):
         index = self.engine.index
         previews, tiers = lengths(len(index.centre))
         spreads = index.records[:, : len(tiers)].view(torch.uint8).T
+        some = (plan.first, plan.second)
         return reference.cascade(
             self.weight,
             x,
             self.bias,
             beta=self.beta,
-            centre=index.centre,
-            projection=index.project,
-            codes=index.records[:, SPREADS:],
-            lengths=[previews[plan.first], previews[plan.second], *tiers],
-            deviations=torch.cat(
-                [
-                    *(index.steps[level] * index.spreads[level][None] for level in (plan.first, plan.second)),
-                    index.tier_steps[:, None] * spreads,
-                ]
+            index=reference.CascadeIndex(
+                centre=index.centre,
+                projection=index.project,
+                codes=index.records[:, SPREADS:],
+                lengths=[*(previews[which] for which in some), *tiers],
+                deviations=torch.cat(
+                    [
+                        *(index.steps[which] * index.spreads[which][None] for which in some),
+                        index.tier_steps[:, None] * spreads,
+                    ]
+                ),
+                probes=index.probes,
+                mean=index.mean,
             ),
-            probes=index.probes,
-            k=plan.k,
-            limit=plan.limit,
-            width=plan.width,
-            correction=plan.correction,
-            floor=plan.floor,
-            doubt=plan.doubt,
-            tolerance=plan.tolerance,
-            mean=index.mean,
-            usual=reference.Usual(*plan.usual),
-            upper=plan.upper,
+            plan=reference.CascadePlan(
+                k=plan.k,
+                limit=plan.limit,
+                width=plan.width,
+                correction=plan.correction,
+                floor=plan.floor,
+                doubt=plan.doubt,
+                tolerance=plan.tolerance,
+                usual=reference.Usual(*plan.usual),
+                upper=plan.upper,
+            ),
         )
 
 

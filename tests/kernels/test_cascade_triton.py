@@ -114,24 +114,28 @@ class Asked:
             self.x[number],
             self.bias,
             beta=self.beta,
-            centre=index.centre,
-            projection=index.project,
-            codes=index.records[:, cascade.SPREADS :],
-            lengths=[length for length in (plan.length, plan.tier_length) if length],
-            deviations=spreads.T,
-            probes=index.probes,
-            k=plan.k,
-            width=plan.width,
-            correction=plan.correction,
-            floor=plan.floor,
-            doubt=plan.doubt,
-            tolerance=plan.tolerance,
-            mean=index.mean,
-            usual=reference.Usual(
-                plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high, plan.survivors, plan.flat
+            index=reference.CascadeIndex(
+                centre=index.centre,
+                projection=index.project,
+                codes=index.records[:, cascade.SPREADS :],
+                lengths=[length for length in (plan.length, plan.tier_length) if length],
+                deviations=spreads.T,
+                probes=index.probes,
+                mean=index.mean,
             ),
-            upper=plan.upper,
-            capacity=plan.capacity,
+            plan=reference.CascadePlan(
+                k=plan.k,
+                width=plan.width,
+                correction=plan.correction,
+                floor=plan.floor,
+                doubt=plan.doubt,
+                tolerance=plan.tolerance,
+                usual=reference.Usual(
+                    plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high, plan.survivors, plan.flat
+                ),
+                upper=plan.upper,
+                capacity=plan.capacity,
+            ),
         )
 
     def check(self) -> list[str]:
