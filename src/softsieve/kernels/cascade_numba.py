@@ -12,25 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from softsieve.kernels import estimates_numba as estimates
 from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
-from softsieve.kernels.estimates_numba import (
-    Errors,
-    count_reaching,
-    count_rows,
-    estimate_rows,
-    expected_excess,
-    fill_logits,
-    find_best,
-    gather_above,
-    keep_rows,
-    limit_logits,
-    select_rows,
-    sort_top,
-    start_estimates,
-    sum_above,
-    sum_dropped,
-    sum_exponentials,
-)
+from softsieve.kernels.estimates_numba import Errors
 from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_row, exact_rows, project
 
 __all__ = ["ALONE", "BLOCK", "SPREADS", "Found", "Index", "Plan", "Scratch", "Usual", "ask", "exact_rows"]
@@ -253,7 +237,7 @@ def preview_rows(
     n, k, length = codes.spreads.shape[1], plan.k, codes.previews[which]
     errors = _errors(plan, scale * codes.steps[which])
     y = scratch.y[SPREADS : SPREADS + length]
-    estimate_rows(
+    estimates.estimate_rows(
         codes.columns, known, codes.spreads[which], codes.base, y, offset, errors,
         scratch.estimates, scratch.largest, scratch.reach, scratch.masses, scratch.doubts,
     )  # fmt: skip
@@ -265,7 +249,9 @@ def preview_rows(
         corrected += scratch.doubts[b] * factor
     ahead, best = 0, np.inf
     if k and math.isfinite(errors.unit) and math.isfinite(shift) and math.isfinite(total):
-        ahead = find_best(scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values)
+        ahead = estimates.find_best(
+            scratch.estimates, scratch.largest, n, min(k + AHEAD, n), scratch.rows, scratch.values
+        )
         best = kth_largest(scratch.values[:ahead], k)
     return Preview(which, length, errors, shift, total, corrected, math.log(total) + shift + plan.floor, ahead, best)
 
@@ -282,10 +268,10 @@ def count_survivors(
     """
     spreads, slack = codes.spreads[preview.which], lowered + 1e-6 * abs(preview.shift)
     threshold = min(_aim(preview.best, attained), preview.floor) - slack
-    count = count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
+    count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
     if count < plan.k:  # the k best estimates are sure to
         threshold = min(preview.best, preview.floor) - slack
-        count = count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
+        count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
     return count, threshold
 
 
@@ -296,12 +282,12 @@ def select_survivors(
     """Move rows that reach the threshold to the front of ``scratch.rows``; write all rows' estimates to ``dense``."""
     spreads, errors = codes.spreads[preview.which], preview.errors
     if dense.size:
-        fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
-    count = select_rows(
+        estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
+    count = estimates.select_rows(
         scratch.estimates, spreads, errors, threshold, scratch.reach,
         scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.near,
     )  # fmt: skip
-    total, corrected = sum_exponentials(scratch.values[:count], scratch.near[:count], errors, preview.shift)
+    total, corrected = estimates.sum_exponentials(scratch.values[:count], scratch.near[:count], errors, preview.shift)
     total, corrected = max(preview.total - total, 0.0), max(preview.corrected - corrected, 0.0)
     return Survivors(count, threshold, total, corrected, 0)
 
@@ -315,7 +301,7 @@ def _tier_threshold(
         return floor - slack
     best = kth_largest(values, plan.k)
     aim = _aim(best, attained)
-    if count_reaching(values, spreads, errors, min(floor, aim) - slack) < plan.k:
+    if estimates.count_reaching(values, spreads, errors, min(floor, aim) - slack) < plan.k:
         aim = best
     return min(floor, aim) - slack
 
@@ -340,8 +326,8 @@ def refine_survivors(
         rows, values, spreads = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
         project(codes.projection, extended, known, length, scratch.y[SPREADS:])
         if read == 0:
-            start_estimates(offset, codes.base, rows, values)
-            start_estimates(offset, codes.base, probes, scratch.previewed)
+            estimates.start_estimates(offset, codes.base, rows, values)
+            estimates.start_estimates(offset, codes.base, probes, scratch.previewed)
         add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads)
         add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.previewed, scratch.around)
         _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
@@ -350,13 +336,15 @@ def refine_survivors(
         errors = _errors(plan, step * _root_mean_square(scratch.probed, scratch.previewed, scratch.around, step))
         if dense.size:
             _write_logits(plan, values, rows, spreads, errors, dense)
-        total, _ = sum_exponentials(values, spreads, errors, preview.shift)
+        total, _ = estimates.sum_exponentials(values, spreads, errors, preview.shift)
         floor = math.log(max(survivors.total + dropped_total + total, 1e-300)) + preview.shift + plan.floor
         threshold = _tier_threshold(plan, values, spreads, errors, floor, attained, slack)
         highest = max(highest, threshold)
-        total, corrected = sum_exponentials(values, spreads, errors, preview.shift, threshold)
+        total, corrected = estimates.sum_exponentials(values, spreads, errors, preview.shift, threshold)
         dropped_total, dropped_corrected = dropped_total + total, dropped_corrected + corrected
-        count, dropped = keep_rows(values, rows, spreads, errors, threshold, scratch.gone, scratch.gone_added, dropped)
+        count, dropped = estimates.keep_rows(
+            values, rows, spreads, errors, threshold, scratch.gone, scratch.gone_added, dropped
+        )
     return Survivors(count, highest, dropped_total, dropped_corrected, dropped)
 
 
@@ -365,7 +353,7 @@ def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Erro
     """Do for some rows what `fill_logits` does for all."""
     for r in range(rows.size):
         margin = np.float32(plan.width) * (np.float32(errors.unit) * spreads[r])
-        dense[rows[r]] = values[r] + (margin if plan.upper else expected_excess(spreads[r], errors))
+        dense[rows[r]] = values[r] + (margin if plan.upper else estimates.expected_excess(spreads[r], errors))
 
 
 @jit_stage
@@ -390,18 +378,18 @@ def estimate_log_z(
     first, first_corrected = survivors.total, survivors.corrected
     later, later_corrected = finalists.total, finalists.corrected
     if CANCELLED * preview.total * factor > final + (first + later) * factor:
-        first, first_corrected = sum_dropped(
+        first, first_corrected = estimates.sum_dropped(
             scratch.estimates[: spreads.size], spreads, errors, shift, survivors.threshold
         )
     if below < finalists.threshold:  # rows that did not reach a threshold above the answer are still below the answer
         dropped, excesses = scratch.gone[finalists.dropped :], scratch.gone_added[finalists.dropped :]
-        count = gather_above(
+        count = estimates.gather_above(
             scratch.estimates, spreads, errors, survivors.threshold, scratch.reach, below, dropped, excesses
         )
-        total, corrected = sum_above(dropped[:count], excesses[:count], shift, below)
+        total, corrected = estimates.sum_above(dropped[:count], excesses[:count], shift, below)
         first, first_corrected = max(first - total, 0.0), max(first_corrected - corrected, 0.0)
         dropped, excesses = scratch.gone[: finalists.dropped], scratch.gone_added[: finalists.dropped]
-        total, corrected = sum_above(dropped, excesses, shift, below)
+        total, corrected = estimates.sum_above(dropped, excesses, shift, below)
         later, later_corrected = max(later - total, 0.0), max(later_corrected - corrected, 0.0)
     total = final + (first + later) * factor
     half = plan.doubt * (first_corrected + later_corrected) * factor / total
@@ -424,8 +412,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     offset = np.float32(exact_row(index.centre, extended))
     tally[0], tally[1] = 0, 2 * extended.size
     read_rows(index, x, codes.probes, scratch.probed, scratch)
-    start_estimates(offset, index.base, codes.probes, scratch.known)
-    start_estimates(offset, index.base, codes.probes, scratch.previewed)
+    estimates.start_estimates(offset, index.base, codes.probes, scratch.known)
+    estimates.start_estimates(offset, index.base, codes.probes, scratch.previewed)
     if has_changed(index.weight, codes.probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, tally[0], tally[1], 0.0, 0, 0, 0.0, 0.0, 0.0)
     scale = measured = measure_errors(codes, plan.first, np.int64(0), extended, scratch)
@@ -471,10 +459,10 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             if flat > usual.flat:
                 return Found(DRIFTED, 0.0, 0.0, tally[0], tally[1], scale, tried, 0, signal, toward, flat)
             if plan.k:
-                sort_top(exact, rows, top, logits)
+                estimates.sort_top(exact, rows, top, logits)
             if dense.size:
                 if below < finalists.threshold and not plan.upper:
-                    limit_logits(below, dense)
+                    estimates.limit_logits(below, dense)
                 for r in range(rows.size):
                     dense[rows[r]] = exact[r]
             return Found(ANSWERED, log_z, half, tally[0], tally[1], scale, tried, rows.size, signal, toward, flat)

@@ -175,19 +175,17 @@ def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
 
 @jit_fast
 def _estimate_block(
-    b: int, columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors,
-    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any,
-) -> None:  # fmt: skip
-    stop = min((b + 1) * BLOCK, spreads.size)
-    values, own = estimates[b * BLOCK : stop], spreads[b * BLOCK : stop]
+    columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
+) -> Any:
+    """Estimate a block of rows; return the largest estimate and upper end, and the sums over e^largest."""
     if known == 0:
         values[:] = offset
         if base.size:
-            _add(base[b * BLOCK : stop], values)
-    add_columns(columns[b, known : y.size], y[known:], values)
-    largest[b] = largest_of(values)
-    upper[b] = _highest_upper(values, own, errors)
-    totals[b], corrected[b] = sum_exponentials(values, own, errors, largest[b])
+            _add(base, values)
+    add_columns(columns[known : y.size], y[known:], values)
+    largest = largest_of(values)
+    total, corrected = sum_exponentials(values, spreads, errors, largest)
+    return largest, _highest_upper(values, spreads, errors), total, corrected
 
 
 @jit_parallel
@@ -201,15 +199,16 @@ def estimate_rows(
     """
     if 4 * totals.size * BLOCK * y.size <= ALONE:  # sums take as long as some columns
         for b in range(totals.size):
-            _estimate_block(
-                b, columns, known, spreads, base, y, offset, errors, estimates, largest, upper, totals, corrected
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
+                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
             )
     else:
         for b in prange(totals.size):
-            _estimate_block(
-                np.intp(b), columns, known, spreads, base, y, offset, errors,
-                estimates, largest, upper, totals, corrected,
-            )  # fmt: skip
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
+                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
+            )
 
 
 @jit_fast

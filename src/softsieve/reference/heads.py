@@ -310,7 +310,9 @@ def short_cascade(
         if which == 0:
             slack = 1e-6 * abs(float(estimates.max()))
         if k:
-            best = estimates[rows] if which else torch.stack([part.max() for part in estimates.split(plan.group)])
+            best = (
+                estimates[rows] if which else torch.stack([part.max() for part in torch.split(estimates, plan.group)])
+            )
             threshold = min(threshold, float(best.topk(k).values[-1]) if len(best) >= k else -math.inf)
         query.highest = max(query.highest, threshold - slack)
         rows = query.reaching(rows, threshold - slack)
