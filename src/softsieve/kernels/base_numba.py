@@ -31,7 +31,7 @@ def _compiler(**options: Any) -> Callable[[Any], Any]:
     """
 
     def compile_lazily(function: Any) -> Any:
-        dispatcher = numba.njit(nogil=True, cache=True, **options)(function)
+        dispatcher = numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function)
         with suppress(AttributeError):  # without a folder for it there is no cache
             cache = dispatcher._cache._cache_file
             cache._source_stamp = (cache._source_stamp, _SOURCES.hexdigest())
@@ -41,7 +41,7 @@ def _compiler(**options: Any) -> Callable[[Any], Any]:
 
 
 jit = _compiler(error_model="numpy")
-jit_stage = _compiler(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)  # for other functions only
+jit_stage = _compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
 jit_fast = _compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
 jit_parallel = _compiler(fastmath=True, parallel=True)
 

@@ -229,10 +229,10 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
 def preview_rows(
     codes: Codes, plan: Plan, which: int, known: int, offset: Any, scale: float, scratch: Scratch
 ) -> Preview:
-    """Estimate all rows, from the codes of a preview beyond the first ``known``.
+    """Estimate all rows, from the columns of a preview beyond the first ``known``.
 
-    Decides what the partition function is about, and so which rows matter for it; with a k, also which rows have the
-    best estimates and are to be read at once.
+    Decides what a row must reach to matter for the partition function; with a k, also which rows have the best
+    estimates and are to be read at once.
     """
     n, k, length = codes.spreads.shape[1], plan.k, codes.previews[which]
     errors = _errors(plan, scale * codes.steps[which])
@@ -279,7 +279,10 @@ def count_survivors(
 def select_survivors(
     codes: Codes, plan: Plan, preview: Preview, threshold: float, scratch: Scratch, dense: Any
 ) -> Survivors:
-    """Move rows that reach the threshold to the front of ``scratch.rows``; write all rows' estimates to ``dense``."""
+    """Drop rows whose upper ends, by the estimates of the preview, do not reach the threshold.
+
+    The others go to the front of ``scratch.rows``, corrected estimates or upper ends of all rows to ``dense``.
+    """
     spreads, errors = codes.spreads[preview.which], preview.errors
     if dense.size:
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
@@ -311,7 +314,7 @@ def refine_survivors(
     codes: Codes, plan: Plan, preview: Preview, survivors: Survivors, attained: float, lowered: float,
     row_bytes: int, offset: Any, extended: Any, scratch: Scratch, dense: Any,
 ) -> Survivors:  # fmt: skip
-    """Read longer codes of the survivors, tier by tier, and decide each time who of them stays.
+    """Read longer codes of the survivors and of the probes, tier by tier, and decide each time who of them stays.
 
     A tier is read where that promises to read less than all of these rows in full, ``row_bytes`` each.
     """

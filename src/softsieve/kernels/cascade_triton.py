@@ -8,7 +8,7 @@ docs/cascade.md: `measure_errors`, `preview_rows`, `select_survivors`, `refine_s
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -118,7 +118,7 @@ def fields(whole: Tensor, numbers: Tensor) -> Fields:
 
 
 def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
-    """What launches leave for each other; float32 unless there is a dtype."""
+    """Allocate what launches leave for each other, float32 unless there is a dtype, and the answers."""
     n, blocks, tiered = len(index.weight), triton.cdiv(len(index.weight), BLOCK), plan.tier >= 0
     shapes: dict[str, tuple[int, ...]] = {
         "y": (batch, max(plan.length, plan.tier_length)),  # turned queries
@@ -143,8 +143,10 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "refined": (2, batch, plan.capacity if tiered else 0),  # how much of a value was corrected, and the value
         "counts": (batch + 1,),  # survivors, and queries that fall back
         "rows": (batch, plan.capacity),  # survivors
+        "whole": (batch, plan.k + 5),  # of `Found`
+        "numbers": (batch, 2 * plan.k + 8),  # of `Found`
     }
-    dtypes = {"digits": torch.int8, "unusual": torch.int32, "counts": torch.int32, "rows": torch.int32}
+    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(("unusual", "counts", "rows"), torch.int32)
     return SimpleNamespace(
         **{
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=index.weight.device)
@@ -153,17 +155,26 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
     )
 
 
+def _options(x: Tensor) -> dict[str, Any]:
+    """How kernels are launched: from Hopper on before the one before is done, for which they wait themselves."""
+    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"num_warps": WARPS, "EARLY": early} | ({"launch_pdl": early} if x.is_cuda else {})
+
+
+def _count_read(index: Index, plan: Plan) -> tuple[int, int]:
+    """Bytes and entries that are read for every query, whatever it is."""
+    (n, size), extended, many = index.weight.shape, index.projection.shape[1], len(index.probes)
+    bases = 4 * n if index.bias is not None and not index.coded else 0
+    read = many * (size * index.weight.element_size() + plan.length + 1) + n * (plan.length + 1) + bases
+    read += 4 * extended + max(plan.length, plan.tier_length) * extended * 2
+    entries = many * size + (n + many) * plan.length + many * plan.tier_length
+    return read + (many * (plan.tier_length + 1) if plan.tier >= 0 else 0), entries
+
+
 def ask(
-    index: Index,
-    plan: Plan,
-    x: Tensor,
-    *,
-    scale: float,
-    beta: float,
-    totals: Tensor,
-    arrivals: Tensor,
+    index: Index, plan: Plan, x: Tensor, *, scale: float, beta: float, totals: Tensor, arrivals: Tensor,
     dense: Tensor | None = None,
-) -> Found:
+) -> Found:  # fmt: skip
     """Answer queries (batch, d), of any floating-point dtype up to float32: logits are ``scale * weight @ x + bias``.
 
     Args:
@@ -181,16 +192,12 @@ def ask(
     strides = x.stride(0), index.weight.stride(0)
     longest, width, capacity = max(plan.length, plan.tier_length), SPREADS + plan.length, plan.capacity
     m = _memory(index, plan, batch)
-    whole = torch.empty(batch, k + 5, dtype=torch.int64, device=x.device)
-    numbers = torch.empty(batch, 2 * k + 8, dtype=torch.float32, device=x.device)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
     blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE)
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
-    # From Hopper on, launches begin before the one before is done, and wait for it themselves.
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    how = {"num_warps": WARPS, "EARLY": early} | ({"launch_pdl": early} if x.is_cuda else {})
+    how = _options(x)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
@@ -226,20 +233,17 @@ def ask(
         K=k, TIER=tiered, BIASED=biased, DENSE=filled, UPPER=plan.upper, PARTS=part_width,
         ROWS=rows, SIZE=wide, CAPACITY=capacity, **how,
     )  # fmt: skip
-    read = many * (size * item + plan.length + 1) + longest * extended * 2 + n * (plan.length + 1 + 4 * based)
-    read += 4 * extended + (many * (plan.tier_length + 1) if tiered else 0)
-    entries = many * size + (n + many) * plan.length + (many * plan.tier_length if tiered else 0)
     answers.estimate_log_z[(batch,)](
         m.counts, m.rows, m.refined[1] if tiered else m.values, m.refined, m.dropped, m.shifts,
-        m.scales, m.signals, m.towards, m.unusual, m.limits, whole, numbers, totals,
-        size, item, parts, read, entries, plan.tier_length + 1 if tiered else 0,
+        m.scales, m.signals, m.towards, m.unusual, m.limits, m.whole, m.numbers, totals,
+        size, item, parts, *_count_read(index, plan), plan.tier_length + 1 if tiered else 0,
         plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, **how,
     )  # fmt: skip
     answers.answer_exactly[(min(264, triton.cdiv(n, 4 * rows)),)](
         x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, m.limits,
-        whole, numbers, out, n, size, item, blocks, batch, scale, *strides, torch.finfo(out.dtype).eps,
+        m.whole, m.numbers, out, n, size, item, blocks, batch, scale, *strides, torch.finfo(out.dtype).eps,
         K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper,
         BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, **how | {"num_warps": 2 * WARPS},
     )  # fmt: skip
-    return Found(whole, numbers)
+    return Found(m.whole, m.numbers)

@@ -104,15 +104,9 @@ def _highest_dropped(values: Any, spreads: Any, errors: Errors, threshold: float
 
 @jit
 def gather_above(
-    estimates: Any,
-    spreads: Any,
-    errors: Errors,
-    threshold: float,
-    upper: Any,
-    bound: float,
-    dropped: Any,
-    excesses: Any,
-) -> int:
+    estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, bound: float,
+    dropped: Any, excesses: Any,
+) -> int:  # fmt: skip
     """Find rows that do not reach the threshold, but whose corrected estimates are above a bound; return how many.
 
     Their corrected estimates go to ``dropped``, what of these was added to ``excesses``. Blocks whose ``upper`` end is
@@ -160,12 +154,6 @@ def start_estimates(offset: Any, base: Any, rows: Any, values: Any) -> None:
 
 
 @jit_fast
-def _add(base: Any, values: Any) -> None:
-    for i in range(values.size):
-        values[i] += np.float32(base[i])
-
-
-@jit_fast
 def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
     highest = values[0]
     for r in range(values.size):
@@ -180,8 +168,8 @@ def _estimate_block(
     """Estimate a block of rows; return the largest estimate and upper end, and the sums over e^largest."""
     if known == 0:
         values[:] = offset
-        if base.size:
-            _add(base, values)
+        for i in range(base.size):
+            values[i] += np.float32(base[i])
     add_columns(columns[known : y.size], y[known:], values)
     largest = largest_of(values)
     total, corrected = sum_exponentials(values, spreads, errors, largest)
@@ -214,12 +202,9 @@ def estimate_rows(
 @jit_fast
 def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: Any) -> None:
     """Write corrected estimates of all rows, or their upper ends."""
-    if upper:
-        for i in range(values.size):
-            dense[i] = upper_end(values[i], spreads[i], errors)
-    else:
-        for i in range(values.size):
-            dense[i] = values[i] + expected_excess(spreads[i], errors)
+    for i in range(values.size):
+        corrected = values[i] + expected_excess(spreads[i], errors)
+        dense[i] = upper_end(values[i], spreads[i], errors) if upper else corrected
 
 
 @jit_fast
