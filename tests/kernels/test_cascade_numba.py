@@ -71,11 +71,11 @@ def test_caches_notice_changes_of_any_module() -> None:
 def test_exp() -> None:
     values = np.concatenate([np.linspace(-80, 80, 4001), spread_out(500), [0.0]]).astype(np.float32)
     exp: Any = base_numba.exp
-    found = np.array([exp(value) for value in values])
+    computed = np.array([exp(value) for value in values])
     truth = np.exp(values.astype(np.float64))
-    np.testing.assert_allclose(found, truth, rtol=1e-5)  # what rounding of value * log2(e) does
-    near = np.abs(values) <= 1
-    np.testing.assert_allclose(found[near], truth[near], rtol=4e-6)
+    np.testing.assert_allclose(computed, truth, rtol=1e-5)  # what rounding of value * log2(e) does
+    small = np.abs(values) <= 1
+    np.testing.assert_allclose(computed[small], truth[small], rtol=4e-6)
     assert exp(np.float32(-81)) == exp(np.float32(-1e30)) == exp(np.float32(-80)) > 0
 
 
@@ -125,9 +125,9 @@ def test_exact_rows(dtype: torch.dtype, layout: str) -> None:
     "bits", [np.array([1, 0x0200, 0x03FF, 0x7BFF, -1025, -32768, 0x3C00], np.int16)], ids=["subnormal"]
 )
 def test_float16_at_its_limits(bits: Array) -> None:
-    found = np.empty(bits.size, np.float32)
-    rows_numba.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), found[:0], found)
-    np.testing.assert_array_equal(found, bits.view(np.float16).astype(np.float32))
+    computed = np.empty(bits.size, np.float32)
+    rows_numba.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), computed[:0], computed)
+    np.testing.assert_array_equal(computed, bits.view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("size", [1, 7, 2500])
@@ -169,14 +169,14 @@ def test_add_codes(low: int, high: int) -> None:
     y, rows = spread_out(SPREADS + 300), random(1).permutation(4000)[:3900].astype(np.int32)
     y[:SPREADS] = 0
     assert (rows.size * (high - low) > ALONE) == (high - low == 300)
-    out, near = spread_out(3900, seed=2), np.zeros(3900, np.float32)
+    out, spreads = spread_out(3900, seed=2), np.zeros(3900, np.float32)
     before = out.copy()
-    rows_numba.add_codes(records, 3, y, rows, low, high, out, near)
+    rows_numba.add_codes(records, 3, y, rows, low, high, out, spreads)
     some = slice(SPREADS + low, SPREADS + high)
     product = records[rows, some].astype(np.float64) @ y[some].astype(np.float64)
     np.testing.assert_allclose(out, before + product, rtol=1e-5, atol=5e-3)
-    np.testing.assert_array_equal(near, records[rows, 3].view(np.uint8))
-    assert near.max() > 127
+    np.testing.assert_array_equal(spreads, records[rows, 3].view(np.uint8))
+    assert spreads.max() > 127
     alone, around = before[:9].copy(), np.zeros(9, np.float32)
     rows_numba.add_codes(records, 3, y, rows[:9], low, high, alone, around)
     np.testing.assert_array_equal(alone, out[:9])
@@ -206,76 +206,77 @@ def test_find_best(rows: int, different: int) -> None:
     ordered = np.sort(estimates[:rows])[::-1]
     for count in {1, 2, 3, 4, 5, 6, 8, 64, 65, 600, rows - 1, rows}:
         if 1 <= count <= rows:
-            found, values = np.empty(blocks * BLOCK, np.int32), np.empty(blocks * BLOCK, np.float32)
-            size = estimates_numba.find_best(estimates, largest, rows, count, found, values)
-            np.testing.assert_array_equal(found[:size], np.flatnonzero(estimates[:rows] >= ordered[count - 1]))
-            np.testing.assert_array_equal(values[:size], estimates[found[:size]])
+            best, values = np.empty(blocks * BLOCK, np.int32), np.empty(blocks * BLOCK, np.float32)
+            size = estimates_numba.find_best(estimates, largest, rows, count, best, values)
+            np.testing.assert_array_equal(best[:size], np.flatnonzero(estimates[:rows] >= ordered[count - 1]))
+            np.testing.assert_array_equal(values[:size], estimates[best[:size]])
 
 
-class Seen(NamedTuple):
+class Estimates(NamedTuple):
     """Estimates of all rows and what there is to choose with."""
 
     estimates: Array
     spread: Array
-    reach: Array
+    upper: Array
     counts: Array
     marks: Array
     rows: Array
     values: Array
-    near: Array
+    spreads: Array
 
 
-def seen(rows: int, margin: float) -> Seen:
+def estimated(rows: int, margin: float) -> Estimates:
     blocks = -(-rows // BLOCK)
     estimates, spread = spread_out(blocks * BLOCK), random(1).integers(1, 256, rows).astype(np.uint8)
-    reach = np.full(blocks, np.float32(-np.inf))
-    np.maximum.at(reach, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
+    upper = np.full(blocks, np.float32(-np.inf))
+    np.maximum.at(upper, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
     room = np.full((2, blocks * BLOCK), np.float32(-1))
     counts, marks = np.zeros(blocks, np.int64), np.ones(blocks * BLOCK, np.uint8)
-    return Seen(estimates, spread, reach, counts, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
+    return Estimates(estimates, spread, upper, counts, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 3000, ALONE + 1500])
-@pytest.mark.parametrize("level", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
-def test_select_rows(rows: int, level: float) -> None:
+@pytest.mark.parametrize("threshold", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
+def test_select_rows(rows: int, threshold: float) -> None:
     """In order, whatever blocks are left out, whether one thread does it or several."""
-    given = seen(rows, 0.01)
-    count = estimates_numba.select_rows(given.estimates, given.spread, ERRORS, level, *given[2:])
-    wanted = np.flatnonzero(given.estimates[:rows] + np.float32(0.01) * given.spread >= np.float32(level))
-    assert (wanted.size == rows, wanted.size == 0) == (level == -1e9, level == 1e9) or rows == 1
-    assert estimates_numba.count_rows(given.estimates, given.spread, ERRORS, level, given.reach) == wanted.size
+    case = estimated(rows, 0.01)
+    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[2:])
+    wanted = np.flatnonzero(case.estimates[:rows] + np.float32(0.01) * case.spread >= np.float32(threshold))
+    assert (wanted.size == rows, wanted.size == 0) == (threshold == -1e9, threshold == 1e9) or rows == 1
+    assert estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper) == wanted.size
     assert count == wanted.size
-    np.testing.assert_array_equal(given.rows[:count], wanted)
-    np.testing.assert_array_equal(given.values[:count], given.estimates[wanted])
-    np.testing.assert_array_equal(given.near[:count], given.spread[wanted])
+    np.testing.assert_array_equal(case.rows[:count], wanted)
+    np.testing.assert_array_equal(case.values[:count], case.estimates[wanted])
+    np.testing.assert_array_equal(case.spreads[:count], case.spread[wanted])
 
 
 def test_select_rows_passes_over_whole_blocks() -> None:
-    given = seen(5 * BLOCK, 0.01)
-    given.estimates[:BLOCK] -= 100
-    given.estimates[2 * BLOCK : 4 * BLOCK] -= 100
-    given.reach[[0, 2, 3]] -= 100
-    count = estimates_numba.select_rows(given.estimates, given.spread, ERRORS, 0.0, *given[2:])
-    wanted = np.flatnonzero(given.estimates + np.float32(0.01) * given.spread >= 0)
+    case = estimated(5 * BLOCK, 0.01)
+    case.estimates[:BLOCK] -= 100
+    case.estimates[2 * BLOCK : 4 * BLOCK] -= 100
+    case.upper[[0, 2, 3]] -= 100
+    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, 0.0, *case[2:])
+    wanted = np.flatnonzero(case.estimates + np.float32(0.01) * case.spread >= 0)
     assert set(wanted // BLOCK) == {1, 4}
-    np.testing.assert_array_equal(given.rows[:count], wanted)
-    np.testing.assert_array_equal(given.near[:count], given.spread[wanted])
+    np.testing.assert_array_equal(case.rows[:count], wanted)
+    np.testing.assert_array_equal(case.spreads[:count], case.spread[wanted])
 
 
-@pytest.mark.parametrize("level", [-1e9, 0.5, 1e9])
-def test_keep_rows(level: float) -> None:
-    values, near, rows = spread_out(700), random().integers(1, 256, 700).astype(np.float32), np.arange(700)[::-1].copy()
-    wanted = values + np.float32(0.01) * near >= np.float32(level)
-    expected = rows[wanted], values[wanted], near[wanted]
-    added = 0.5 * (0.005 * near[~wanted].astype(np.float64)) ** 2
-    leaving = values[~wanted] + added, added
-    gone, gone_added = np.zeros((2, 703), np.float32)
-    count, many = estimates_numba.keep_rows(values, rows, near, ERRORS, level, gone, gone_added, 2)
-    for found, right in zip((rows, values, near), expected, strict=True):
-        np.testing.assert_array_equal(found[:count], right)
+@pytest.mark.parametrize("threshold", [-1e9, 0.5, 1e9])
+def test_keep_rows(threshold: float) -> None:
+    values, rows = spread_out(700), np.arange(700)[::-1].copy()
+    spreads = random().integers(1, 256, 700).astype(np.float32)
+    wanted = values + np.float32(0.01) * spreads >= np.float32(threshold)
+    expected = rows[wanted], values[wanted], spreads[wanted]
+    added = 0.5 * (0.005 * spreads[~wanted].astype(np.float64)) ** 2
+    expected_dropped = values[~wanted] + added, added
+    dropped, excesses = np.zeros((2, 703), np.float32)
+    count, many = estimates_numba.keep_rows(values, rows, spreads, ERRORS, threshold, dropped, excesses, 2)
+    for own, right in zip((rows, values, spreads), expected, strict=True):
+        np.testing.assert_array_equal(own[:count], right)
     assert many == 2 + 700 - count
-    for found, right in zip((gone, gone_added), leaving, strict=True):
-        np.testing.assert_allclose(found[2:many], right, rtol=1e-5, atol=1e-6)
+    for own, right in zip((dropped, excesses), expected_dropped, strict=True):
+        np.testing.assert_allclose(own[2:many], right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
@@ -286,7 +287,7 @@ def test_estimate_rows(length: int, known: int, based: bool) -> None:
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
     columns = random().integers(-127, 128, (blocks, length + 1, BLOCK)).astype(np.int8)
     spread, y = random(1).integers(1, 256, rows).astype(np.uint8), spread_out(length) / (30 * math.sqrt(length))
-    estimates, (largest, reach, masses, doubts) = (
+    estimates, (largest, upper, totals, corrected) = (
         np.zeros(blocks * BLOCK, np.float32),
         np.zeros((4, blocks), np.float32),
     )
@@ -295,7 +296,7 @@ def test_estimate_rows(length: int, known: int, based: bool) -> None:
     for low, high in ((0, known), (known, length)) if known else ((0, length),):
         estimates_numba.estimate_rows(
             columns, low, spread, base, y[:high], np.float32(3), Errors(0.01, 0.02, 0.5, 1.5),
-            estimates, largest, reach, masses, doubts,
+            estimates, largest, upper, totals, corrected,
         )  # fmt: skip
     codes = columns[:, :length].transpose(0, 2, 1).reshape(-1, length)[:rows]
     truth = codes.astype(np.float64) @ y + 3 + (base if based else 0)
@@ -304,11 +305,11 @@ def test_estimate_rows(length: int, known: int, based: bool) -> None:
     added = np.where(deviation < 1.5, 0.5 * deviation**2, 0.5 * 1.5 * (2 * deviation - 1.5))
     for b in range(blocks):
         some = slice(b * BLOCK, min((b + 1) * BLOCK, rows))
-        mass = np.exp(truth[some] + added[some] - truth[some].max())
+        own = np.exp(truth[some] + added[some] - truth[some].max())
         assert largest[b] == pytest.approx(truth[some].max(), rel=1e-5)
-        assert reach[b] == pytest.approx((truth[some] + 0.02 * spread[some]).max(), rel=1e-5)
-        assert masses[b] == pytest.approx(mass.sum(), rel=1e-4)
-        assert doubts[b] == pytest.approx((mass * np.minimum(added[some], 1)).sum(), rel=1e-4)
+        assert upper[b] == pytest.approx((truth[some] + 0.02 * spread[some]).max(), rel=1e-5)
+        assert totals[b] == pytest.approx(own.sum(), rel=1e-4)
+        assert corrected[b] == pytest.approx((own * np.minimum(added[some], 1)).sum(), rel=1e-4)
     assert added.max() > 1 > added.min()
 
 
@@ -405,32 +406,32 @@ def test_bytes_and_entries_by_hand() -> None:
     index, scratch = by_hand()
     top, logits, dense = np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(6, np.float32)
     plan = PLAN._replace(width=1.0)
-    found = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense))
+    answer = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense))
     # Errors of both probes are 1, as predicted. All six rows are read ahead. The preview keeps rows 0 and 4, as 19 + 1
     # reaches 20 + 1/2 with what floor allows. In the tier errors are 0, so that row 4 has to reach
     # log(e^21 + e^19 + ...) + floor = 19.2.
-    assert found.state == ANSWERED
-    assert found.scale == 1
-    assert (top.tolist(), logits.tolist(), found.finalists) == ([0], [21.0], 1)
+    assert answer.state == ANSWERED
+    assert answer.scale == 1
+    assert (top.tolist(), logits.tolist(), answer.finalists) == ([0], [21.0], 1)
     preview = 2 * 4 * 2 + 2 * (4 * 4 + 2) + 6 * 2  # projection and centre, two probes with codes and spreads, all rows
     ahead = 6 * 4 * 4
     tier = 1 * 4 * 2 + 2 * 3 + 2 * 3  # a longer projection, two rows and two probes of two codes and a spread
-    assert found.bytes_read == preview + ahead + tier + 1 * 4 * 4 == 196
-    assert found.coordinates == 2 * (4 + 1) + 6 * 1 + 6 * 4 + (2 + 2) * 2 + 4 == 52
+    assert answer.bytes_read == preview + ahead + tier + 1 * 4 * 4 == 196
+    assert answer.coordinates == 2 * (4 + 1) + 6 * 1 + 6 * 4 + (2 + 2) * 2 + 4 == 52
     np.testing.assert_allclose(dense, [21, 10.5, 0.5, -9.5, 19, 14.5], rtol=1e-6)
-    assert found.log_z == pytest.approx(np.logaddexp.reduce(dense.astype(np.float64)), rel=1e-6)
+    assert answer.log_z == pytest.approx(np.logaddexp.reduce(dense.astype(np.float64)), rel=1e-6)
     gone = 0.5 * (np.exp([10.5, 0.5, -9.5, 14.5])).sum()  # half of the mass is doubtful; row 4 is known
-    assert found.half == pytest.approx(0.5 * gone / np.exp(dense.astype(np.float64)).sum(), rel=1e-4)
+    assert answer.half == pytest.approx(0.5 * gone / np.exp(dense.astype(np.float64)).sum(), rel=1e-4)
 
 
 def test_a_tier_that_does_not_pay_is_left_out() -> None:
     """With one row left, the longer projection costs more than the row."""
     index, scratch = by_hand()
     index.weight[4, 0], index.records[4, SPREADS], index.columns[0, 0, 4] = 12, 12, 12
-    found = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1)))
-    assert (found.state, found.finalists) == (ANSWERED, 1)
-    assert found.bytes_read == 64 + 6 * 16 + 4 * 4
-    assert found.coordinates == 16 + 6 * 4 + 4
+    answer = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1)))
+    assert (answer.state, answer.finalists) == (ANSWERED, 1)
+    assert answer.bytes_read == 64 + 6 * 16 + 4 * 4
+    assert answer.coordinates == 16 + 6 * 4 + 4
 
 
 def nowhere(k: int, rows: int = 0, kind: Any = np.float32) -> tuple[Array, Array, Array]:
@@ -454,9 +455,9 @@ def test_states() -> None:
     assert usually(**inside, flat=seen.flat).state == ANSWERED
     before = {"low": 1.01, "high": 0.99, "signal": 15.9, "toward_low": 0.71, "toward_high": 0.7}
     for outside, value in before.items():
-        found = usually(**{outside: value})
-        assert (found.state, found.scale) == (DRIFTED, 1), outside
-        assert (found.bytes_read, found.coordinates) == (52, 10)  # projection, centre and probes
+        answer = usually(**{outside: value})
+        assert (answer.state, answer.scale) == (DRIFTED, 1), outside
+        assert (answer.bytes_read, answer.coordinates) == (52, 10)  # projection, centre and probes
     assert usually(survivors=1.0).state == DRIFTED
     assert usually(flat=seen.flat - 1e-6).state == DRIFTED
     assert ask(floor=-100.0).state == EXPENSIVE  # every row matters
@@ -479,12 +480,12 @@ def test_a_scale_that_is_no_number_has_drifted(value: float) -> None:
 def test_patience() -> None:
     """Rows are lowered to until the doubt is small enough: eight times, and what is read for that counts."""
     index, scratch = by_hand()
-    found = kernels.Found(
+    answer = kernels.Found(
         *kernels.ask(index, PLAN._replace(width=1.0, doubt=1e3, tolerance=0.4), ONES, ONES, scratch, *nowhere(1))
     )
-    assert (found.state, found.finalists) == (ANSWERED, 2)
+    assert (answer.state, answer.finalists) == (ANSWERED, 2)
     once = 64 + 6 * 16 + 20 + 16
-    assert found.bytes_read > once
+    assert answer.bytes_read > once
 
 
 # -- one query, against the reference ----------------------------------------------------------------------------------
@@ -503,8 +504,10 @@ class Made(NamedTuple):
         scaled = (x * self.beta).to(self.engine.dtype)
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
-        found = kernels.ask(self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere)
-        return kernels.Found(*found), top, logits, everywhere, np.sort(scratch.rows[: found[7]])
+        answer = kernels.ask(
+            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere
+        )
+        return kernels.Found(*answer), top, logits, everywhere, np.sort(scratch.rows[: answer[7]])
 
     def reference(self, x: Tensor, plan: Plan) -> reference.CascadeAnswer:
         index = self.engine.index
@@ -560,24 +563,24 @@ def made(
 
 def compare(head: Made, x: Tensor, plan: Plan) -> str | None:
     """Refuse what is not the reference's; its state, or None where rounding may decide."""
-    found, top, logits, dense, finalists = head.ask(x, plan, dense=True)
+    answer, top, logits, dense, finalists = head.ask(x, plan, dense=True)
     right = head.reference(x, plan)
     if right.closest < 3e-5:
         return None
-    assert found.state == {"answered": ANSWERED, "drifted": DRIFTED, "expensive": EXPENSIVE}[right.state]
+    assert answer.state == {"answered": ANSWERED, "drifted": DRIFTED, "expensive": EXPENSIVE}[right.state]
     if len(head.weight) > 1:  # errors of the only row are nothing but rounding
-        assert found.scale == pytest.approx(right.scale, rel=1e-3, abs=1e-4)
-        assert found.signal == pytest.approx(right.signal, rel=1e-3, abs=1e-4)
-    assert found.toward == pytest.approx(right.toward, abs=1e-5)
-    assert (found.coordinates, found.bytes_read) == (right.entries, right.bytes_read)
+        assert answer.scale == pytest.approx(right.scale, rel=1e-3, abs=1e-4)
+        assert answer.signal == pytest.approx(right.signal, rel=1e-3, abs=1e-4)
+    assert answer.toward == pytest.approx(right.toward, abs=1e-5)
+    assert (answer.coordinates, answer.bytes_read) == (right.entries, right.bytes_read)
     if right.state == "answered":
         np.testing.assert_array_equal(finalists, right.finalists)
         np.testing.assert_allclose(logits, right.logits, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(right.dense[torch.from_numpy(top)], right.logits, rtol=1e-5, atol=1e-5)
         assert len(set(top)) == plan.k
         np.testing.assert_allclose(dense, right.dense, rtol=1e-4, atol=2e-4)
-        assert found.log_z == pytest.approx(right.log_z, rel=1e-5, abs=1e-4)
-        assert found.half == pytest.approx(right.half, rel=1e-2, abs=1e-5 + 5e-6 * plan.doubt)  # sums in float32
+        assert answer.log_z == pytest.approx(right.log_z, rel=1e-5, abs=1e-4)
+        assert answer.half == pytest.approx(right.half, rel=1e-2, abs=1e-5 + 5e-6 * plan.doubt)  # sums in float32
     return right.state
 
 
@@ -626,8 +629,8 @@ def test_an_answer_has_k_rows(k: int) -> None:
     exact = reference.logits(head.weight, x)
     for width in (0.0, 0.3, 0.7, 1.5):
         for query, logits in zip(x, exact, strict=True):
-            found, top, values, _, _ = head.ask(query, PLAN._replace(k=k, width=width))
-            if found.state == ANSWERED:
+            answer, top, values, _, _ = head.ask(query, PLAN._replace(k=k, width=width))
+            if answer.state == ANSWERED:
                 assert len(set(top)) == k
                 np.testing.assert_allclose(values, logits[torch.from_numpy(top)], rtol=1e-4, atol=1e-4)
 
@@ -681,12 +684,12 @@ def test_ask_with_many_rows() -> None:
         plan = PLAN._replace(
             k=5, second=head.engine.previews - 1, limit=0.0, width=width, floor=math.log(part), doubt=0.0
         )
-        found, top, _, _, rows = head.ask(x[0], plan)
+        answer, top, _, _, rows = head.ask(x[0], plan)
         right = head.reference(x[0], plan)
-        assert found.state == ANSWERED
+        assert answer.state == ANSWERED
         # Rounding decides on a row or two of so many.
         assert len(set(rows.tolist()) ^ set(right.finalists.tolist())) <= 3
-        assert found.log_z == pytest.approx(right.log_z, abs=1e-3)
+        assert answer.log_z == pytest.approx(right.log_z, abs=1e-3)
         finalists.append(len(rows))
         exact = reference.topk_softmax(head.weight, x[0], 5)
         assert set(top) == set(exact.indices.tolist())

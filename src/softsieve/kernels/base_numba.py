@@ -1,4 +1,7 @@
-"""What the numba kernels are made of: how functions are compiled, and arithmetic that the compiler vectorises."""
+"""What the numba kernels are made of: how functions are compiled, and arithmetic that the compiler vectorises.
+
+A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The cascade on the CPU, in numba: one query through the steps of docs/cascade.md. Raw arrays only.
 
 `ask` goes through them: `measure_errors`, `preview_rows`, `select_survivors`, `refine_survivors`, `read_rows` of the
-finalists, `estimate_log_z`. Functions that get no weight are compiled once for all its dtypes and layouts.
+finalists, `estimate_log_z`. Those that get no weight are compiled once for all its dtypes and layouts.
 """
 
 from __future__ import annotations
