@@ -9,12 +9,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from softsieve.kernels import cascade_triton as kernels
+from softsieve.kernels import cascade_answers_triton as answers
+from softsieve.kernels import cascade_stages_triton as stages
 
 POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
-    "*i32": ("counts", "arrivals", "rows", "strange"),
+    "*i32": ("counts", "arrivals", "rows", "unusual"),
     "*i8": ("records", "probe_records", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
@@ -45,18 +46,26 @@ def main() -> None:
         few = {"K": 8, "TIER": tier, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
         rows = {"BIASED": tier, "ROWS": 1, "SIZE": 4096}
         compiled(
-            kernels._products, **rows, CODED=False, BASED=tier, TIER=tier, WIDTH=64, LONGEST=64, PROBES=64, EARLY=True
+            stages.measure_errors,
+            **rows,
+            CODED=False,
+            BASED=tier,
+            TIER=tier,
+            WIDTH=64,
+            LONGEST=64,
+            PROBES=64,
+            EARLY=True,
         )
-        compiled(kernels._exact, **few, **rows, DENSE=tier, UPPER=not tier)
-        compiled(kernels._answer, **few)
-        compiled(kernels._everything, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)
+        compiled(stages.read_finalists, **few, **rows, DENSE=tier, UPPER=not tier)
+        compiled(answers.estimate_log_z, **few)
+        compiled(answers.answer_exactly, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
-        compiled(kernels._select, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
+        compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
         compiled(
-            kernels._preview, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16, QUERIES=8 if tier else 1,
-            GROUPED=tier, BASED=tier, EARLY=True,
+            stages.preview_rows, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16,
+            QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,
         )  # fmt: skip
-    compiled(kernels._refine, BASED=True, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
+    compiled(stages.refine_survivors, BASED=True, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -18,12 +20,15 @@ from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.cpu import CpuCascade, raw_bits
 from softsieve.heads.cascade.index import SPREADS, build, lengths
 from softsieve.heads.engine import Layer, Options
+from softsieve.kernels import base_numba, estimates_numba, rows_numba
 from softsieve.kernels import cascade_numba as kernels
 from softsieve.kernels.cascade_numba import ALONE, ANSWERED, BLOCK, CHANGED, DRIFTED, EXPENSIVE, Plan, Usual
+from softsieve.kernels.estimates_numba import Errors
 from softsieve.reference import heads as reference
 
 Array = Any  # np.ndarray, of any shape and dtype
 USUAL = Usual(0.0, math.inf, 0.0, -2.0, 2.0, math.inf, math.inf)
+ERRORS = Errors(0.005, 0.01, 0.5, 1e30)  # margins of two deviations
 PLAN = Plan(1, 0, 0, math.inf, 2.0, 0.5, math.log(0.15), 0.5, 0.25, USUAL, False)
 
 
@@ -56,14 +61,23 @@ def test_threads_are_there_before_anything_is_called() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_caches_notice_changes_of_any_module() -> None:
+    """By itself numba compares a function's own file only, and goes on with the old code of what it calls."""
+    sources = sorted(Path(base_numba.__file__).parent.glob("*numba*.py"))
+    assert len(sources) == 5
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    for function in (kernels.ask, kernels.refine_survivors, rows_numba.exact_rows, estimates_numba.sum_exponentials):
+        assert function._cache._cache_file._source_stamp[1] == digest
+
+
 def test_exp() -> None:
     values = np.concatenate([np.linspace(-80, 80, 4001), spread_out(500), [0.0]]).astype(np.float32)
-    exp: Any = kernels.exp
-    found = np.array([exp(value) for value in values])
+    exp: Any = base_numba.exp
+    computed = np.array([exp(value) for value in values])
     truth = np.exp(values.astype(np.float64))
-    np.testing.assert_allclose(found, truth, rtol=1e-5)  # what rounding of value * log2(e) does
-    near = np.abs(values) <= 1
-    np.testing.assert_allclose(found[near], truth[near], rtol=4e-6)
+    np.testing.assert_allclose(computed, truth, rtol=1e-5)  # what rounding of value * log2(e) does
+    small = np.abs(values) <= 1
+    np.testing.assert_allclose(computed[small], truth[small], rtol=4e-6)
     assert exp(np.float32(-81)) == exp(np.float32(-1e30)) == exp(np.float32(-80)) > 0
 
 
@@ -98,24 +112,24 @@ def test_exact_rows(dtype: torch.dtype, layout: str) -> None:
     rows = random().integers(0, 3700, 3600)
     assert rows.size * x.size > ALONE > 7 * x.size
     several = np.empty(rows.size, kind)
-    kernels.exact_rows(raw_bits(weight), x, rows, bias[:0], several)
+    rows_numba.exact_rows(raw_bits(weight), x, rows, bias[:0], several)
     rtol = 1e-12 if kind == np.float64 else 1e-5
     np.testing.assert_allclose(several, truth[rows], rtol=rtol, atol=rtol * 10)
     alone = np.empty(7, kind)
-    kernels.exact_rows(raw_bits(weight), x, rows[:7], bias[:0], alone)
+    rows_numba.exact_rows(raw_bits(weight), x, rows[:7], bias[:0], alone)
     np.testing.assert_array_equal(alone, several[:7])
-    kernels.exact_rows(raw_bits(weight), x, rows, bias, several)
+    rows_numba.exact_rows(raw_bits(weight), x, rows, bias, several)
     np.testing.assert_allclose(several, truth[rows] + bias[rows], rtol=rtol, atol=rtol * 10)
-    kernels.exact_rows(raw_bits(weight), x, rows[:0], bias, alone)  # nothing to do
+    rows_numba.exact_rows(raw_bits(weight), x, rows[:0], bias, alone)  # nothing to do
 
 
 @pytest.mark.parametrize(
     "bits", [np.array([1, 0x0200, 0x03FF, 0x7BFF, -1025, -32768, 0x3C00], np.int16)], ids=["subnormal"]
 )
 def test_float16_at_its_limits(bits: Array) -> None:
-    found = np.empty(bits.size, np.float32)
-    kernels.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), found[:0], found)
-    np.testing.assert_array_equal(found, bits.view(np.float16).astype(np.float32))
+    computed = np.empty(bits.size, np.float32)
+    rows_numba.exact_rows(bits[:, None], np.ones(1, np.float32), np.arange(bits.size), computed[:0], computed)
+    np.testing.assert_array_equal(computed, bits.view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("size", [1, 7, 2500])
@@ -125,7 +139,7 @@ def test_project(size: int) -> None:
     x = spread_out(size, seed=1)
     assert (430 * size > ALONE) == (size == 2500)
     out = np.full(450, np.float32(7))
-    kernels.project(raw_bits(projection), x, 13, 443, out)
+    rows_numba.project(raw_bits(projection), x, 13, 443, out)
     truth = projection.double().numpy() @ x.astype(np.float64)
     np.testing.assert_allclose(out[13:443], truth[13:443], rtol=1e-5, atol=1e-4)
     assert set(out[:13]) | set(out[443:]) == {7}
@@ -134,8 +148,8 @@ def test_project(size: int) -> None:
 def test_project_does_not_depend_on_threads() -> None:
     projection, x = raw_bits(torch.from_numpy(spread_out(450, 2500)).bfloat16()), spread_out(2500, seed=1)
     several, alone = np.zeros((2, 450), np.float32)
-    kernels.project(projection, x, 0, 450, several)
-    kernels.project(projection, x, 0, 20, alone)
+    rows_numba.project(projection, x, 0, 450, several)
+    rows_numba.project(projection, x, 0, 20, alone)
     np.testing.assert_array_equal(alone[:20], several[:20])
 
 
@@ -145,28 +159,28 @@ def test_add_columns(rows: int, size: int) -> None:
     """Any number of columns, four at a time or not; rows beyond the last are not written."""
     codes = random().integers(-127, 128, (size + 2, BLOCK)).astype(np.int8)
     y, values = spread_out(size), np.full(BLOCK, np.float32(-3))
-    kernels.add_columns(codes, y, values[:rows])
+    rows_numba.add_columns(codes, y, values[:rows])
     truth = codes[:size, :rows].T.astype(np.float64) @ y.astype(np.float64) - 3
     np.testing.assert_allclose(values[:rows], truth, rtol=1e-5, atol=1e-3)
     assert (values[rows:] == -3).all()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (5, 33), (0, 300), (299, 300)])
-def test_refine(low: int, high: int) -> None:
+def test_add_codes(low: int, high: int) -> None:
     records = random().integers(-128, 128, (4000, SPREADS + 300)).astype(np.int8)  # spreads above 127 are negative here
     y, rows = spread_out(SPREADS + 300), random(1).permutation(4000)[:3900].astype(np.int32)
     y[:SPREADS] = 0
     assert (rows.size * (high - low) > ALONE) == (high - low == 300)
-    out, near = spread_out(3900, seed=2), np.zeros(3900, np.float32)
+    out, spreads = spread_out(3900, seed=2), np.zeros(3900, np.float32)
     before = out.copy()
-    kernels.refine(records, 3, y, rows, low, high, out, near)
+    rows_numba.add_codes(records, 3, y, rows, low, high, out, spreads)
     some = slice(SPREADS + low, SPREADS + high)
     product = records[rows, some].astype(np.float64) @ y[some].astype(np.float64)
     np.testing.assert_allclose(out, before + product, rtol=1e-5, atol=5e-3)
-    np.testing.assert_array_equal(near, records[rows, 3].view(np.uint8))
-    assert near.max() > 127
+    np.testing.assert_array_equal(spreads, records[rows, 3].view(np.uint8))
+    assert spreads.max() > 127
     alone, around = before[:9].copy(), np.zeros(9, np.float32)
-    kernels.refine(records, 3, y, rows[:9], low, high, alone, around)
+    rows_numba.add_codes(records, 3, y, rows[:9], low, high, alone, around)
     np.testing.assert_array_equal(alone, out[:9])
 
 
@@ -175,17 +189,17 @@ def test_refine(low: int, high: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 65, 150])
 @pytest.mark.parametrize("different", [1, 3, 1000])
-def test_kth(size: int, different: int) -> None:
+def test_kth_largest(size: int, different: int) -> None:
     values = random(size).integers(0, different, size).astype(np.float32) - 1
     ordered = np.sort(values)[::-1]
     kept = values.copy()
-    assert [kernels._kth(values, k) for k in range(1, size + 1)] == list(ordered)
+    assert [base_numba.kth_largest(values, k) for k in range(1, size + 1)] == list(ordered)
     np.testing.assert_array_equal(values, kept)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 2100])
 @pytest.mark.parametrize("different", [2, 100_000])
-def test_ahead(rows: int, different: int) -> None:
+def test_find_best(rows: int, different: int) -> None:
     """The rows with the largest estimates, and those that are tied with the last of them."""
     blocks = -(-rows // BLOCK)
     estimates = np.full(blocks * BLOCK, np.float32(1e9))  # what is beyond the last row is not looked at
@@ -194,97 +208,98 @@ def test_ahead(rows: int, different: int) -> None:
     ordered = np.sort(estimates[:rows])[::-1]
     for count in {1, 2, 3, 4, 5, 6, 8, 64, 65, 600, rows - 1, rows}:
         if 1 <= count <= rows:
-            found, values = np.empty(blocks * BLOCK, np.int32), np.empty(blocks * BLOCK, np.float32)
-            size = kernels._ahead(estimates, largest, rows, count, found, values)
-            np.testing.assert_array_equal(found[:size], np.flatnonzero(estimates[:rows] >= ordered[count - 1]))
-            np.testing.assert_array_equal(values[:size], estimates[found[:size]])
+            best, values = np.empty(blocks * BLOCK, np.int32), np.empty(blocks * BLOCK, np.float32)
+            size = estimates_numba.find_best(estimates, largest, rows, count, best, values)
+            np.testing.assert_array_equal(best[:size], np.flatnonzero(estimates[:rows] >= ordered[count - 1]))
+            np.testing.assert_array_equal(values[:size], estimates[best[:size]])
 
 
-class Seen(NamedTuple):
+class Estimates(NamedTuple):
     """Estimates of all rows and what there is to choose with."""
 
     estimates: Array
     spread: Array
-    reach: Array
+    upper: Array
     counts: Array
     marks: Array
     rows: Array
     values: Array
-    near: Array
+    spreads: Array
 
 
-def seen(rows: int, margin: float) -> Seen:
+def estimated(rows: int, margin: float) -> Estimates:
     blocks = -(-rows // BLOCK)
     estimates, spread = spread_out(blocks * BLOCK), random(1).integers(1, 256, rows).astype(np.uint8)
-    reach = np.full(blocks, np.float32(-np.inf))
-    np.maximum.at(reach, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
+    upper = np.full(blocks, np.float32(-np.inf))
+    np.maximum.at(upper, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
     room = np.full((2, blocks * BLOCK), np.float32(-1))
     counts, marks = np.zeros(blocks, np.int64), np.ones(blocks * BLOCK, np.uint8)
-    return Seen(estimates, spread, reach, counts, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
+    return Estimates(estimates, spread, upper, counts, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 3000, ALONE + 1500])
-@pytest.mark.parametrize("level", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
-def test_select(rows: int, level: float) -> None:
+@pytest.mark.parametrize("threshold", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
+def test_select_rows(rows: int, threshold: float) -> None:
     """In order, whatever blocks are left out, whether one thread does it or several."""
-    given = seen(rows, 0.01)
-    count = kernels._select(given.estimates, given.spread, 0.01, level, *given[2:])
-    wanted = np.flatnonzero(given.estimates[:rows] + np.float32(0.01) * given.spread >= np.float32(level))
-    assert (wanted.size == rows, wanted.size == 0) == (level == -1e9, level == 1e9) or rows == 1
-    assert kernels._count(given.estimates, given.spread, 0.01, level, given.reach) == wanted.size
+    case = estimated(rows, 0.01)
+    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[2:])
+    wanted = np.flatnonzero(case.estimates[:rows] + np.float32(0.01) * case.spread >= np.float32(threshold))
+    assert (wanted.size == rows, wanted.size == 0) == (threshold == -1e9, threshold == 1e9) or rows == 1
+    assert estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper) == wanted.size
     assert count == wanted.size
-    np.testing.assert_array_equal(given.rows[:count], wanted)
-    np.testing.assert_array_equal(given.values[:count], given.estimates[wanted])
-    np.testing.assert_array_equal(given.near[:count], given.spread[wanted])
+    np.testing.assert_array_equal(case.rows[:count], wanted)
+    np.testing.assert_array_equal(case.values[:count], case.estimates[wanted])
+    np.testing.assert_array_equal(case.spreads[:count], case.spread[wanted])
 
 
-def test_select_leaves_out_whole_blocks() -> None:
-    given = seen(5 * BLOCK, 0.01)
-    given.estimates[:BLOCK] -= 100
-    given.estimates[2 * BLOCK : 4 * BLOCK] -= 100
-    given.reach[[0, 2, 3]] -= 100
-    count = kernels._select(given.estimates, given.spread, 0.01, 0.0, *given[2:])
-    wanted = np.flatnonzero(given.estimates + np.float32(0.01) * given.spread >= 0)
+def test_select_rows_passes_over_whole_blocks() -> None:
+    case = estimated(5 * BLOCK, 0.01)
+    case.estimates[:BLOCK] -= 100
+    case.estimates[2 * BLOCK : 4 * BLOCK] -= 100
+    case.upper[[0, 2, 3]] -= 100
+    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, 0.0, *case[2:])
+    wanted = np.flatnonzero(case.estimates + np.float32(0.01) * case.spread >= 0)
     assert set(wanted // BLOCK) == {1, 4}
-    np.testing.assert_array_equal(given.rows[:count], wanted)
-    np.testing.assert_array_equal(given.near[:count], given.spread[wanted])
+    np.testing.assert_array_equal(case.rows[:count], wanted)
+    np.testing.assert_array_equal(case.spreads[:count], case.spread[wanted])
 
 
-@pytest.mark.parametrize("level", [-1e9, 0.5, 1e9])
-def test_keep(level: float) -> None:
-    values, near, rows = spread_out(700), random().integers(1, 256, 700).astype(np.float32), np.arange(700)[::-1].copy()
-    wanted = values + np.float32(0.01) * near >= np.float32(level)
-    expected = rows[wanted], values[wanted], near[wanted]
-    added = 0.5 * (0.005 * near[~wanted].astype(np.float64)) ** 2
-    leaving = values[~wanted] + added, added
-    gone, gone_added = np.zeros((2, 703), np.float32)
-    count, many = kernels._keep(values, rows, near, 0.01, level, 0.005, 0.5, 1e30, gone, gone_added, 2)
-    for found, right in zip((rows, values, near), expected, strict=True):
-        np.testing.assert_array_equal(found[:count], right)
+@pytest.mark.parametrize("threshold", [-1e9, 0.5, 1e9])
+def test_keep_rows(threshold: float) -> None:
+    values, rows = spread_out(700), np.arange(700)[::-1].copy()
+    spreads = random().integers(1, 256, 700).astype(np.float32)
+    wanted = values + np.float32(0.01) * spreads >= np.float32(threshold)
+    expected = rows[wanted], values[wanted], spreads[wanted]
+    added = 0.5 * (0.005 * spreads[~wanted].astype(np.float64)) ** 2
+    expected_dropped = values[~wanted] + added, added
+    dropped, excesses = np.zeros((2, 703), np.float32)
+    count, many = estimates_numba.keep_rows(values, rows, spreads, ERRORS, threshold, dropped, excesses, 2)
+    for own, right in zip((rows, values, spreads), expected, strict=True):
+        np.testing.assert_array_equal(own[:count], right)
     assert many == 2 + 700 - count
-    for found, right in zip((gone, gone_added), leaving, strict=True):
-        np.testing.assert_allclose(found[2:many], right, rtol=1e-5, atol=1e-6)
+    for own, right in zip((dropped, excesses), expected_dropped, strict=True):
+        np.testing.assert_allclose(own[2:many], right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("length", "known"), [(1, 0), (4, 0), (9, 0), (9, 6), (400, 0), (400, 399)])
 @pytest.mark.parametrize("based", [False, True])
-def test_preview(length: int, known: int, based: bool) -> None:
+def test_estimate_rows(length: int, known: int, based: bool) -> None:
     """Everything that is kept of a block, whether one thread does it or several, from the beginning or further."""
     rows, blocks = 3000, 6
     assert (4 * blocks * BLOCK * length > ALONE) == (length == 400)
     columns = random().integers(-127, 128, (blocks, length + 1, BLOCK)).astype(np.int8)
     spread, y = random(1).integers(1, 256, rows).astype(np.uint8), spread_out(length) / (30 * math.sqrt(length))
-    estimates, (largest, reach, masses, doubts) = (
+    estimates, (largest, upper, totals, corrected) = (
         np.zeros(blocks * BLOCK, np.float32),
         np.zeros((4, blocks), np.float32),
     )
     y = y.astype(np.float32)
     base = spread_out(rows if based else 0, seed=3)
     for low, high in ((0, known), (known, length)) if known else ((0, length),):
-        kernels._preview(
-            columns, low, spread, base, y[:high], np.float32(3), 0.01, 2.0, 0.5, 1.5,
-            estimates, largest, reach, masses, doubts,
-        )  # fmt: skip # the unit is the deviation for a spread of 1
+        estimates_numba.estimate_rows(
+            columns, low, spread, base, y[:high], np.float32(3), Errors(0.01, 0.02, 0.5, 1.5),
+            estimates, largest, upper, totals, corrected,
+        )  # fmt: skip
     codes = columns[:, :length].transpose(0, 2, 1).reshape(-1, length)[:rows]
     truth = codes.astype(np.float64) @ y + 3 + (base if based else 0)
     np.testing.assert_allclose(estimates[:rows], truth, rtol=1e-5, atol=1e-4)
@@ -292,32 +307,64 @@ def test_preview(length: int, known: int, based: bool) -> None:
     added = np.where(deviation < 1.5, 0.5 * deviation**2, 0.5 * 1.5 * (2 * deviation - 1.5))
     for b in range(blocks):
         some = slice(b * BLOCK, min((b + 1) * BLOCK, rows))
-        mass = np.exp(truth[some] + added[some] - truth[some].max())
+        own = np.exp(truth[some] + added[some] - truth[some].max())
         assert largest[b] == pytest.approx(truth[some].max(), rel=1e-5)
-        assert reach[b] == pytest.approx((truth[some] + 0.02 * spread[some]).max(), rel=1e-5)
-        assert masses[b] == pytest.approx(mass.sum(), rel=1e-4)
-        assert doubts[b] == pytest.approx((mass * np.minimum(added[some], 1)).sum(), rel=1e-4)
+        assert upper[b] == pytest.approx((truth[some] + 0.02 * spread[some]).max(), rel=1e-5)
+        assert totals[b] == pytest.approx(own.sum(), rel=1e-4)
+        assert corrected[b] == pytest.approx((own * np.minimum(added[some], 1)).sum(), rel=1e-4)
     assert added.max() > 1 > added.min()
 
 
-def test_masses_beyond_float32() -> None:
+def test_sums_beyond_float32() -> None:
     """Corrections without limit, and estimates far below: neither infinity nor nothing."""
-    mass, doubt = kernels._sum_masses(np.zeros(3, np.float32), np.full(3, np.float32(255)), 10.0, 0.5, 1e30, 0.0)
-    assert mass == doubt == pytest.approx(3 * math.exp(80), rel=1e-5)
-    mass, doubt = kernels._sum_masses(np.full(3, np.float32(-500)), np.ones(3, np.float32), 1.0, 0.5, 1e30, 0.0)
-    assert mass == pytest.approx(3 * math.exp(-80), rel=1e-5)
-    assert kernels._sum_masses(np.zeros(0, np.float32), np.zeros(0, np.float32), 1.0, 0.5, 1e30, 0.0) == (0, 0)
+
+    def sums(values: Any, spreads: Any, unit: float) -> Any:
+        errors = Errors(unit, 2 * unit, 0.5, 1e30)
+        return estimates_numba.sum_exponentials(values.astype(np.float32), spreads.astype(np.float32), errors, 0.0)
+
+    total, corrected = sums(np.zeros(3), np.full(3, 255), 10.0)
+    assert total == corrected == pytest.approx(3 * math.exp(80), rel=1e-5)
+    total, corrected = sums(np.full(3, -500), np.ones(3), 1.0)
+    assert total == pytest.approx(3 * math.exp(-80), rel=1e-5)
+    assert sums(np.zeros(0), np.zeros(0), 1.0) == (0, 0)
+
+
+def test_sums_of_dropped_rows() -> None:
+    """With a threshold only rows whose upper ends are below it count, in all blocks together, too."""
+    values, spreads = spread_out(2000), random(1).integers(1, 256, 2000).astype(np.uint8)
+    excess = 0.5 * (0.005 * spreads.astype(np.float64)) ** 2
+    own = np.where(values + np.float32(0.01) * spreads < 1.5, np.exp(values + excess - 2), 0)
+    total, corrected = estimates_numba.sum_dropped(values, spreads, ERRORS, 2.0, 1.5)
+    assert 0 < total == pytest.approx(own.sum(), rel=1e-4)
+    assert corrected == pytest.approx((own * np.minimum(excess, 1)).sum(), rel=1e-4)
+
+
+def test_rows_above_a_bound() -> None:
+    """What rows below the threshold have above a bound, whatever blocks are passed over."""
+    values, spreads = spread_out(2000), random(1).integers(1, 256, 2000).astype(np.uint8)
+    excess = 0.5 * (0.005 * spreads.astype(np.float64)) ** 2
+    upper = np.array([(values + np.float32(0.01) * spreads)[b : b + BLOCK].max() for b in range(0, 2000, BLOCK)])
+    wanted = (values + np.float32(0.01) * spreads < 3.0) & (values + excess > 1.0)
+    dropped, excesses = np.zeros((2, 2001), np.float32)
+    count = estimates_numba.gather_above(values, spreads, ERRORS, 3.0, upper, 1.0, dropped, excesses)
+    assert 0 < count == wanted.sum() < (values > 1).sum()
+    np.testing.assert_allclose(dropped[:count], (values + excess)[wanted], rtol=1e-5)
+    np.testing.assert_allclose(excesses[:count], excess[wanted], rtol=1e-5)
+    own = np.exp((values + excess)[wanted] - 2) - np.exp(-1.0)
+    total, corrected = estimates_numba.sum_above(dropped[: count + 1], excesses[: count + 1], 2.0, 1.0)
+    assert total == pytest.approx(own.sum(), rel=1e-4)
+    assert corrected == pytest.approx((own * np.minimum(excess[wanted], 1)).sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 3, 64, 65, 100])
-def test_sorted_top(k: int) -> None:
-    """Of equal ones any, but none twice."""
-    exact, rows = random().integers(0, 30, 100).astype(np.float32), random(1).permutation(1000)[:100].astype(np.int32)
+def test_sort_top(k: int) -> None:
+    """In falling order, equal ones by their rows, none twice."""
+    exact = random().integers(0, 30, 100).astype(np.float32)
+    rows = np.sort(random(1).permutation(1000)[:100]).astype(np.int32)
     top, logits = np.zeros(k, np.int64), np.zeros(k, np.float32)
-    kernels._sorted_top(exact, rows, top, logits)
+    estimates_numba.sort_top(exact, rows, top, logits)
     np.testing.assert_array_equal(logits, np.sort(exact)[::-1][:k])
-    assert len(set(top)) == k
-    assert all(exact[rows == row] == logit for row, logit in zip(top, logits, strict=True))
+    np.testing.assert_array_equal(top, rows[np.argsort(-exact, kind="stable")[:k]])
 
 
 # -- one query, by hand ------------------------------------------------------------------------------------------------
@@ -361,32 +408,32 @@ def test_bytes_and_entries_by_hand() -> None:
     index, scratch = by_hand()
     top, logits, dense = np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(6, np.float32)
     plan = PLAN._replace(width=1.0)
-    found = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense))
+    answer = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense))
     # Errors of both probes are 1, as predicted. All six rows are read ahead. The preview keeps rows 0 and 4, as 19 + 1
     # reaches 20 + 1/2 with what floor allows. In the tier errors are 0, so that row 4 has to reach
     # log(e^21 + e^19 + ...) + floor = 19.2.
-    assert found.state == ANSWERED
-    assert found.scale == 1
-    assert (top.tolist(), logits.tolist(), found.finalists) == ([0], [21.0], 1)
+    assert answer.state == ANSWERED
+    assert answer.scale == 1
+    assert (top.tolist(), logits.tolist(), answer.finalists) == ([0], [21.0], 1)
     preview = 2 * 4 * 2 + 2 * (4 * 4 + 2) + 6 * 2  # projection and centre, two probes with codes and spreads, all rows
     ahead = 6 * 4 * 4
     tier = 1 * 4 * 2 + 2 * 3 + 2 * 3  # a longer projection, two rows and two probes of two codes and a spread
-    assert found.bytes_read == preview + ahead + tier + 1 * 4 * 4 == 196
-    assert found.coordinates == 2 * (4 + 1) + 6 * 1 + 6 * 4 + (2 + 2) * 2 + 4 == 52
+    assert answer.bytes_read == preview + ahead + tier + 1 * 4 * 4 == 196
+    assert answer.coordinates == 2 * (4 + 1) + 6 * 1 + 6 * 4 + (2 + 2) * 2 + 4 == 52
     np.testing.assert_allclose(dense, [21, 10.5, 0.5, -9.5, 19, 14.5], rtol=1e-6)
-    assert found.log_z == pytest.approx(np.logaddexp.reduce(dense.astype(np.float64)), rel=1e-6)
+    assert answer.log_z == pytest.approx(np.logaddexp.reduce(dense.astype(np.float64)), rel=1e-6)
     gone = 0.5 * (np.exp([10.5, 0.5, -9.5, 14.5])).sum()  # half of the mass is doubtful; row 4 is known
-    assert found.half == pytest.approx(0.5 * gone / np.exp(dense.astype(np.float64)).sum(), rel=1e-4)
+    assert answer.half == pytest.approx(0.5 * gone / np.exp(dense.astype(np.float64)).sum(), rel=1e-4)
 
 
 def test_a_tier_that_does_not_pay_is_left_out() -> None:
     """With one row left, the longer projection costs more than the row."""
     index, scratch = by_hand()
     index.weight[4, 0], index.records[4, SPREADS], index.columns[0, 0, 4] = 12, 12, 12
-    found = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1)))
-    assert (found.state, found.finalists) == (ANSWERED, 1)
-    assert found.bytes_read == 64 + 6 * 16 + 4 * 4
-    assert found.coordinates == 16 + 6 * 4 + 4
+    answer = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1)))
+    assert (answer.state, answer.finalists) == (ANSWERED, 1)
+    assert answer.bytes_read == 64 + 6 * 16 + 4 * 4
+    assert answer.coordinates == 16 + 6 * 4 + 4
 
 
 def nowhere(k: int, rows: int = 0, kind: Any = np.float32) -> tuple[Array, Array, Array]:
@@ -410,9 +457,9 @@ def test_states() -> None:
     assert usually(**inside, flat=seen.flat).state == ANSWERED
     before = {"low": 1.01, "high": 0.99, "signal": 15.9, "toward_low": 0.71, "toward_high": 0.7}
     for outside, value in before.items():
-        found = usually(**{outside: value})
-        assert (found.state, found.scale) == (DRIFTED, 1), outside
-        assert (found.bytes_read, found.coordinates) == (52, 10)  # projection, centre and probes
+        answer = usually(**{outside: value})
+        assert (answer.state, answer.scale) == (DRIFTED, 1), outside
+        assert (answer.bytes_read, answer.coordinates) == (52, 10)  # projection, centre and probes
     assert usually(survivors=1.0).state == DRIFTED
     assert usually(flat=seen.flat - 1e-6).state == DRIFTED
     assert ask(floor=-100.0).state == EXPENSIVE  # every row matters
@@ -435,12 +482,12 @@ def test_a_scale_that_is_no_number_has_drifted(value: float) -> None:
 def test_patience() -> None:
     """Rows are lowered to until the doubt is small enough: eight times, and what is read for that counts."""
     index, scratch = by_hand()
-    found = kernels.Found(
+    answer = kernels.Found(
         *kernels.ask(index, PLAN._replace(width=1.0, doubt=1e3, tolerance=0.4), ONES, ONES, scratch, *nowhere(1))
     )
-    assert (found.state, found.finalists) == (ANSWERED, 2)
+    assert (answer.state, answer.finalists) == (ANSWERED, 2)
     once = 64 + 6 * 16 + 20 + 16
-    assert found.bytes_read > once
+    assert answer.bytes_read > once
 
 
 # -- one query, against the reference ----------------------------------------------------------------------------------
@@ -459,39 +506,46 @@ class Made(NamedTuple):
         scaled = (x * self.beta).to(self.engine.layer.reader.dtype)
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
-        found = kernels.ask(self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere)
-        return kernels.Found(*found), top, logits, everywhere, np.sort(scratch.rows[: found[7]])
+        answer = kernels.ask(
+            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere
+        )
+        return kernels.Found(*answer), top, logits, everywhere, np.sort(scratch.rows[: answer[7]])
 
     def reference(self, x: Tensor, plan: Plan) -> reference.CascadeAnswer:
         index = self.engine.index
         previews, tiers = lengths(len(index.centre))
         spreads = index.records[:, : len(tiers)].view(torch.uint8).T
+        some = (plan.first, plan.second)
         return reference.cascade(
             self.weight,
             x,
             self.bias,
             beta=self.beta,
-            centre=index.centre,
-            projection=index.project,
-            codes=index.records[:, SPREADS:],
-            lengths=[previews[plan.first], previews[plan.second], *tiers],
-            deviations=torch.cat(
-                [
-                    *(index.steps[level] * index.spreads[level][None] for level in (plan.first, plan.second)),
-                    index.tier_steps[:, None] * spreads,
-                ]
+            index=reference.CascadeIndex(
+                centre=index.centre,
+                projection=index.project,
+                codes=index.records[:, SPREADS:],
+                lengths=[*(previews[which] for which in some), *tiers],
+                deviations=torch.cat(
+                    [
+                        *(index.steps[which] * index.spreads[which][None] for which in some),
+                        index.tier_steps[:, None] * spreads,
+                    ]
+                ),
+                probes=index.probes,
+                mean=index.mean,
             ),
-            probes=index.probes,
-            k=plan.k,
-            limit=plan.limit,
-            width=plan.width,
-            correction=plan.correction,
-            floor=plan.floor,
-            doubt=plan.doubt,
-            tolerance=plan.tolerance,
-            mean=index.mean,
-            usual=reference.Usual(*plan.usual),
-            upper=plan.upper,
+            plan=reference.CascadePlan(
+                k=plan.k,
+                limit=plan.limit,
+                width=plan.width,
+                correction=plan.correction,
+                floor=plan.floor,
+                doubt=plan.doubt,
+                tolerance=plan.tolerance,
+                usual=reference.Usual(*plan.usual),
+                upper=plan.upper,
+            ),
         )
 
 
@@ -511,24 +565,24 @@ def made(
 
 def compare(head: Made, x: Tensor, plan: Plan) -> str | None:
     """Refuse what is not the reference's; its state, or None where rounding may decide."""
-    found, top, logits, dense, finalists = head.ask(x, plan, dense=True)
+    answer, top, logits, dense, finalists = head.ask(x, plan, dense=True)
     right = head.reference(x, plan)
     if right.closest < 3e-5:
         return None
-    assert found.state == {"answered": ANSWERED, "drifted": DRIFTED, "expensive": EXPENSIVE}[right.state]
+    assert answer.state == {"answered": ANSWERED, "drifted": DRIFTED, "expensive": EXPENSIVE}[right.state]
     if len(head.weight) > 1:  # errors of the only row are nothing but rounding
-        assert found.scale == pytest.approx(right.scale, rel=1e-3, abs=1e-4)
-        assert found.signal == pytest.approx(right.signal, rel=1e-3, abs=1e-4)
-    assert found.toward == pytest.approx(right.toward, abs=1e-5)
-    assert (found.coordinates, found.bytes_read) == (right.entries, right.bytes_read)
+        assert answer.scale == pytest.approx(right.scale, rel=1e-3, abs=1e-4)
+        assert answer.signal == pytest.approx(right.signal, rel=1e-3, abs=1e-4)
+    assert answer.toward == pytest.approx(right.toward, abs=1e-5)
+    assert (answer.coordinates, answer.bytes_read) == (right.entries, right.bytes_read)
     if right.state == "answered":
         np.testing.assert_array_equal(finalists, right.finalists)
         np.testing.assert_allclose(logits, right.logits, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(right.dense[torch.from_numpy(top)], right.logits, rtol=1e-5, atol=1e-5)
         assert len(set(top)) == plan.k
         np.testing.assert_allclose(dense, right.dense, rtol=1e-4, atol=2e-4)
-        assert found.log_z == pytest.approx(right.log_z, rel=1e-5, abs=1e-4)
-        assert found.half == pytest.approx(right.half, rel=1e-2, abs=1e-5 + 5e-6 * plan.doubt)  # sums in float32
+        assert answer.log_z == pytest.approx(right.log_z, rel=1e-5, abs=1e-4)
+        assert answer.half == pytest.approx(right.half, rel=1e-2, abs=1e-5 + 5e-6 * plan.doubt)  # sums in float32
     return right.state
 
 
@@ -545,7 +599,7 @@ def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
     for first, second in {(0, previews - 1), *((level, level) for level in range(previews))}:
         for k in sorted({0, 1, min(2, n), min(8, n), n}):
             for width in WIDTHS:
-                plan = PLAN._replace(k=k, first=first, second=second, limit=n // 50, width=width)
+                plan = PLAN._replace(k=k, first=first, second=second, limit=float(n // 50), width=width)
                 states += [compare(head, query, plan) for query in x[: 3 if n < 3000 else 1]]
     assert states.count(None) <= 0.5 * len(states) or d == 1  # a basis of one coordinate makes estimates exact
     if n >= 511 and d >= 17:
@@ -553,7 +607,7 @@ def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
         assert "expensive" in states
 
 
-@pytest.mark.parametrize("limit", [0, 40, math.inf])
+@pytest.mark.parametrize("limit", [0.0, 40.0, math.inf])
 def test_a_longer_preview_is_made_for_queries_that_leave_many_rows(limit: float) -> None:
     """By how many rows are read further: as with the first preview alone, or with the second."""
     head, x = made(3000, 200)
@@ -577,8 +631,8 @@ def test_an_answer_has_k_rows(k: int) -> None:
     exact = reference.logits(head.weight, x)
     for width in (0.0, 0.3, 0.7, 1.5):
         for query, logits in zip(x, exact, strict=True):
-            found, top, values, _, _ = head.ask(query, PLAN._replace(k=k, width=width))
-            if found.state == ANSWERED:
+            answer, top, values, _, _ = head.ask(query, PLAN._replace(k=k, width=width))
+            if answer.state == ANSWERED:
                 assert len(set(top)) == k
                 np.testing.assert_allclose(values, logits[torch.from_numpy(top)], rtol=1e-4, atol=1e-4)
 
@@ -630,14 +684,14 @@ def test_ask_with_many_rows() -> None:
     finalists = []
     for width, part in ((0.3, 1e-3), (3.0, 1e-6)):
         plan = PLAN._replace(
-            k=5, second=head.engine.previews - 1, limit=0, width=width, floor=math.log(part), doubt=0.0
+            k=5, second=head.engine.previews - 1, limit=0.0, width=width, floor=math.log(part), doubt=0.0
         )
-        found, top, _, _, rows = head.ask(x[0], plan)
+        answer, top, _, _, rows = head.ask(x[0], plan)
         right = head.reference(x[0], plan)
-        assert found.state == ANSWERED
+        assert answer.state == ANSWERED
         # Rounding decides on a row or two of so many.
         assert len(set(rows.tolist()) ^ set(right.finalists.tolist())) <= 3
-        assert found.log_z == pytest.approx(right.log_z, abs=1e-3)
+        assert answer.log_z == pytest.approx(right.log_z, abs=1e-3)
         finalists.append(len(rows))
         exact = reference.topk_softmax(head.weight, x[0], 5)
         assert set(top) == set(exact.indices.tolist())

@@ -93,7 +93,7 @@ class Asked:
         out = None
         if dense is not None:
             out = torch.full((len(self.x), len(self.weight)), math.nan, dtype=dense, device=DEVICE)
-        found = kernels.ask(
+        answers = kernels.ask(
             engine._arrays,
             self.plan,
             self.x.to(DEVICE),
@@ -103,7 +103,7 @@ class Asked:
             arrivals=self.arrivals,
             dense=out,
         )
-        fields = kernels.fields(*(value.cpu() for value in found))
+        fields = kernels.fields(*(value.cpu() for value in answers))
         return fields, None if out is None else out.cpu()
 
     def truth(self, number: int) -> reference.CascadeAnswer:
@@ -115,42 +115,46 @@ class Asked:
             self.x[number],
             self.bias,
             beta=self.beta,
-            centre=index.centre,
-            projection=index.project,
-            codes=index.records[:, cascade.SPREADS :],
-            lengths=[length for length in (plan.length, plan.tier_length) if length],
-            deviations=spreads.T,
-            probes=index.probes,
-            k=plan.k,
-            width=plan.width,
-            correction=plan.correction,
-            floor=plan.floor,
-            doubt=plan.doubt,
-            tolerance=plan.tolerance,
-            mean=index.mean,
-            usual=reference.Usual(
-                plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high, plan.survivors, plan.flat
+            index=reference.CascadeIndex(
+                centre=index.centre,
+                projection=index.project,
+                codes=index.records[:, cascade.SPREADS :],
+                lengths=[length for length in (plan.length, plan.tier_length) if length],
+                deviations=spreads.T,
+                probes=index.probes,
+                mean=index.mean,
             ),
-            upper=plan.upper,
-            capacity=plan.capacity,
+            plan=reference.CascadePlan(
+                k=plan.k,
+                width=plan.width,
+                correction=plan.correction,
+                floor=plan.floor,
+                doubt=plan.doubt,
+                tolerance=plan.tolerance,
+                usual=reference.Usual(
+                    plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high, plan.survivors, plan.flat
+                ),
+                upper=plan.upper,
+                capacity=plan.capacity,
+            ),
         )
 
     def check(self) -> list[str]:
         """Every query against the reference, but for decisions by less than rounding; the states."""
-        found, dense = self.ask()
+        answers, dense = self.ask()
         assert dense is not None
         assert not self.arrivals.any()
         states = []
         for number in range(len(self.x)):
             truth = self.truth(number)
-            states.append(STATES[int(found.state[number])])
+            states.append(STATES[int(answers.state[number])])
             if truth.closest < 5e-4:
                 continue
             assert states[-1] == truth.state
             exact = reference.logits(self.weight, self.x[number], self.bias, beta=self.beta)
             k = self.plan.k
             if truth.state == "answered":
-                assert int(found.finalists[number]) == len(truth.finalists)
+                assert int(answers.finalists[number]) == len(truth.finalists)
                 log_z, half, logits = truth.log_z, truth.half, truth.dense
                 promised = min(max(half * self.plan.interval, self.plan.least), self.plan.most)
             else:
@@ -158,14 +162,14 @@ class Asked:
             best, rows = exact.topk(k)
             if truth.state == "answered":
                 best, rows = truth.logits, truth.indices
-            assert found.indices[number].tolist() == rows.tolist()
-            near: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-4}
-            torch.testing.assert_close(found.logits[number].double(), best, **near)
-            assert math.isclose(float(found.log_z[number]), log_z, abs_tol=2e-4)
-            torch.testing.assert_close(found.probs[number].double(), (best - log_z).exp(), rtol=1e-3, atol=1e-7)
+            assert answers.indices[number].tolist() == rows.tolist()
+            close: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-4}
+            torch.testing.assert_close(answers.logits[number].double(), best, **close)
+            assert math.isclose(float(answers.log_z[number]), log_z, abs_tol=2e-4)
+            torch.testing.assert_close(answers.probs[number].double(), (best - log_z).exp(), rtol=1e-3, atol=1e-7)
             ends = torch.tensor([log_z - promised, log_z + promised], dtype=torch.float64)
-            torch.testing.assert_close(found.interval[number].double(), ends, rtol=1e-5, atol=1e-3)
-            assert math.isclose(float(found.half[number]), half, rel_tol=1e-2, abs_tol=1e-4)
+            torch.testing.assert_close(answers.interval[number].double(), ends, rtol=1e-5, atol=1e-3)
+            assert math.isclose(float(answers.half[number]), half, rel_tol=1e-2, abs_tol=1e-4)
             # Estimates have queries of some 16 bits.
             torch.testing.assert_close(dense[number].double(), logits, rtol=1e-4, atol=1e-2)
         wrong = sum(state != "answered" for state in states)
@@ -203,12 +207,12 @@ def test_longer_tiers(first: int, tier: int) -> None:
     assert "answered" in Asked(900, 520, first=first, tier=tier, k=2, batch=2).check()
 
 
-def test_more_survivors_than_there_is_room_for() -> None:
+def test_more_survivors_than_the_buffer_holds() -> None:
     states = Asked(1300, 300, batch=9, k=2, capacity=16, width=18.0).check()
     assert {"expensive", "answered"} == set(states)
 
 
-def test_more_doubt_than_is_allowed() -> None:
+def test_a_wider_interval_than_is_allowed() -> None:
     assert set(Asked(700, 300, batch=2, tier=1, tolerance=1e-6).check()) == {"expensive"}
 
 
@@ -229,35 +233,35 @@ def test_ties_go_by_their_rows(limits: dict[str, Any]) -> None:
     """In the answer of the cascade and in the exact one, within a block and across blocks."""
     weight = torch.randn(30, 64).repeat(40, 1)
     asked = Asked(1200, 64, weight=weight, k=6, width=6.0, capacity=2048, **limits)
-    found, _ = asked.ask(dense=None)
+    answers, _ = asked.ask(dense=None)
     best = int((weight[:30].double() @ asked.x[0].double()).argmax())
-    assert found.indices[0].tolist() == [best + 30 * number for number in range(6)]
+    assert answers.indices[0].tolist() == [best + 30 * number for number in range(6)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_a_number_stays_one(bad: float) -> None:
     asked = Asked(600, 64, batch=2, k=2)
     asked.x[0, 3] = bad
-    found, _ = asked.ask(dense=None)
-    assert found.state.tolist()[0] == DRIFTED
-    assert not found.log_z[0].isfinite()
-    assert found.log_z[1].isfinite()
-    assert ((found.indices >= 0) & (found.indices < 600)).all()
+    answers, _ = asked.ask(dense=None)
+    assert answers.state.tolist()[0] == DRIFTED
+    assert not answers.log_z[0].isfinite()
+    assert answers.log_z[1].isfinite()
+    assert ((answers.indices >= 0) & (answers.indices < 600)).all()
 
 
 def test_what_is_read_is_counted() -> None:
     asked = Asked(800, 300, batch=2, tier=1, k=2, biased=True)
-    found, _ = asked.ask(dense=None)
-    assert (found.state == 0).all()
+    answers, _ = asked.ask(dense=None)
+    assert (answers.state == 0).all()
     probes, size = 64, 300
     for number in range(2):
-        survivors, finalists = int(found.survivors[number]), int(found.finalists[number])
+        survivors, finalists = int(answers.survivors[number]), int(answers.finalists[number])
         codes = (800 + probes) * 56 + (survivors + probes) * 120
-        assert int(found.coordinates[number]) == (probes + finalists) * size + codes + survivors
+        assert int(answers.coordinates[number]) == (probes + finalists) * size + codes + survivors
         read = (
             (probes + finalists) * size * 4 + codes + 800 + 2 * probes + survivors + 120 * 300 * 2 + 4 * 300 + 4 * 800
         )
-        assert int(found.bytes_read[number]) == read
+        assert int(answers.bytes_read[number]) == read
     whole, _ = Asked(800, 300, batch=2, tier=1, k=2, biased=True, low=1e9).ask(dense=None)
     assert (whole.coordinates == 800 * size).all()
     assert (whole.bytes_read >= 800 * size * 4).all()

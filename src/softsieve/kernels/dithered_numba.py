@@ -1,4 +1,4 @@
-"""Dithered codes on the CPU, in numba: rotation, preview of all rows, finer codes of some, masses. Raw arrays only.
+"""Dithered codes on the CPU, in numba: rotation, preview of all rows, finer codes of some, sums. Raw arrays only.
 
 A code has 4 bits; its number, 0 to 15, is called a digit here. Byte j of a row holds the digits of coordinates j (low
 half) and j + c (high half), where c bytes make a row, so that both halves of a query are contiguous.
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from softsieve.kernels.cascade_numba import ALONE, BLOCK, exp, jit_fast, jit_parallel
+from softsieve.kernels.base_numba import ALONE, BLOCK, exp, jit_fast, jit_parallel
 
 TILE = 128  # rows of a block that the preview works on together, which is twice as fast as all of them
 GROUP = 16  # bytes that the preview adds up before it adds them to the rest, which keeps rounding small
@@ -25,7 +25,7 @@ STRETCH = 128  # the same for a row by itself
 
 
 def _digit(shift: int) -> Any:
-    """Four bits of a byte as a float, without the wide integers that numba would go through."""
+    """Make a function that returns four bits of a byte as a float, without the wide integers that numba would use."""
 
     @intrinsic
     def digit(typingctx: Any, byte: Any) -> Any:
@@ -47,7 +47,7 @@ _low, _high = _digit(0), _digit(4)
 
 @jit_fast
 def _hadamard(part: Any) -> None:
-    """The Hadamard transform of a power of two of numbers, in place, not normalised."""
+    """Transform a power of two of numbers by the Hadamard matrix, in place, not normalised."""
     step = 1
     while step < part.size:
         for start in range(0, part.size, 2 * step):
@@ -113,7 +113,7 @@ def _preview(codes: Any, low: Any, high: Any, offset: Any, out: Any) -> None:
 
 @jit_parallel
 def preview(codes: Any, y: Any, offset: Any, out: Any) -> None:
-    """``out[i] = offset + digits of row i @ y`` for all rows.
+    """Compute ``out[i] = offset + digits of row i @ y`` for all rows.
 
     Args:
         codes: (blocks, c, BLOCK), a column of a block at a time.
@@ -132,12 +132,8 @@ def preview(codes: Any, y: Any, offset: Any, out: Any) -> None:
 def _row(codes: Any, low: Any, high: Any) -> Any:
     total = np.float32(0)
     for start in range(0, codes.size, STRETCH):
-        part, first, second = (
-            codes[start : start + STRETCH],
-            low[start : start + STRETCH],
-            high[start : start + STRETCH],
-        )
-        own = np.float32(0)
+        stop, own = start + STRETCH, np.float32(0)
+        part, first, second = codes[start:stop], low[start:stop], high[start:stop]
         for j in range(part.size):
             own += _low(part[j]) * first[j] + _high(part[j]) * second[j]
         total += own
@@ -146,7 +142,7 @@ def _row(codes: Any, low: Any, high: Any) -> Any:
 
 @jit_parallel
 def refine(codes: Any, y: Any, offset: Any, rows: Any, out: Any) -> None:
-    """``out[r] = offset + digits of row rows[r] @ y``, with the codes (n, c) a row at a time."""
+    """Compute ``out[r] = offset + digits of row rows[r] @ y``, with the codes (n, c) a row at a time."""
     low, high = y[0], y[1]
     if rows.size * y.shape[1] <= ALONE:
         for r in range(rows.size):
@@ -156,50 +152,50 @@ def refine(codes: Any, y: Any, offset: Any, rows: Any, out: Any) -> None:
             out[r] = offset + _row(codes[rows[r]], low, high)
 
 
-# -- masses ------------------------------------------------------------------------------------------------------------
+# -- sums of exponentials ----------------------------------------------------------------------------------------------
 
 
 @jit_fast
-def _weigh(low: Any, high: Any, shift: Any, doubt: Any) -> Any:
+def _sum_block(low: Any, high: Any, shift: Any, gap: Any) -> Any:
     least, most = np.float32(0), np.float32(0)
     for i in range(low.size):
         small, large = exp(low[i] - shift), exp(high[i] - shift)
-        doubt[i] = large - small
+        gap[i] = large - small
         least += small
         most += large
     return least, most
 
 
 @jit_parallel
-def weigh(low: Any, high: Any, shift: Any, doubt: Any) -> Any:
-    """Sums of the exponentials of all lower and of all upper ends, over that of ``shift``, the greatest upper end.
+def weigh(low: Any, high: Any, shift: Any, gap: Any) -> Any:
+    """Sum up the exponentials of all lower and of all upper ends, over that of ``shift``, the greatest upper end.
 
-    ``doubt[i]`` is how far those of row i are apart.
+    ``gap[i]`` becomes how far those of row i are apart.
     """
     blocks = -(-low.size // BLOCK)
     least, most = np.zeros(blocks), np.zeros(blocks)
     if low.size <= ALONE:
         for b in range(blocks):
             start, stop = b * BLOCK, (b + 1) * BLOCK
-            least[b], most[b] = _weigh(low[start:stop], high[start:stop], shift, doubt[start:stop])
+            least[b], most[b] = _sum_block(low[start:stop], high[start:stop], shift, gap[start:stop])
     else:
         for b in prange(blocks):
             start, stop = b * BLOCK, (b + 1) * BLOCK
-            least[b], most[b] = _weigh(low[start:stop], high[start:stop], shift, doubt[start:stop])
+            least[b], most[b] = _sum_block(low[start:stop], high[start:stop], shift, gap[start:stop])
     return least.sum(), most.sum()
 
 
 @jit_fast
-def level(doubt: Any, allowed: float) -> Any:
-    """A number such that the doubts up to it add up to no more than ``allowed``, nor to much less."""
-    low, high = allowed / doubt.size, doubt.max()
+def level(gap: Any, allowed: float) -> Any:
+    """Return a number such that the gaps up to it add up to no more than ``allowed``, nor to much less."""
+    low, high = allowed / gap.size, gap.max()
     for _ in range(12):
         if low >= high:
             break
         middle = math.sqrt(low * high)
         bound, total = np.float32(middle), np.float32(0)
-        for i in range(doubt.size):
-            total += doubt[i] if doubt[i] <= bound else np.float32(0)
+        for i in range(gap.size):
+            total += gap[i] if gap[i] <= bound else np.float32(0)
         if total <= allowed:
             low = middle
         else:

@@ -33,13 +33,13 @@ def topk_softmax(weight: Tensor, x: Tensor, k: int = 1, bias: Tensor | None = No
         >>> topk_softmax(torch.eye(2), torch.tensor([0.0, 1.0])).indices
         tensor([1])
     """
-    found = logits(weight, x, bias, beta=beta)
-    values, indices = found.topk(k, -1)
-    return ExactTopK(indices, found.softmax(-1).gather(-1, indices), values, found.logsumexp(-1))
+    exact = logits(weight, x, bias, beta=beta)
+    values, indices = exact.topk(k, -1)
+    return ExactTopK(indices, exact.softmax(-1).gather(-1, indices), values, exact.logsumexp(-1))
 
 
 def horvitz_thompson(row: Tensor, x: Tensor, index: list[int], pi: Tensor) -> tuple[float, float]:
-    """The estimate of ``row . x`` from some coordinates, each there with probability pi, and that of its variance."""
+    """The estimate of ``row . x`` from coordinates drawn with probabilities pi, and that of its variance."""
     estimate = sum(float(row[j]) * float(x[j]) / float(pi[j]) for j in index)
     variance = sum((float(row[j]) * float(x[j])) ** 2 * (1 - float(pi[j])) / float(pi[j]) ** 2 for j in index)
     return estimate, variance
@@ -52,20 +52,20 @@ def dithered(row: Tensor, scale: float, dither: Tensor) -> Tensor:
 
 
 class CascadeAnswer(NamedTuple):
-    """What `cascade` finds. Rows that are no finalists have estimates."""
+    """The answer of `cascade`. Only "answered" has a top k and log Z."""
 
-    state: str  # "answered", "drifted" or "expensive": only in the first case there is an answer
+    state: str  # "answered", or why everything has to be read: "drifted" or "expensive"
     indices: Tensor  # (k,)
     logits: Tensor  # (k,), exact
     log_z: float
-    half: float  # of the interval of log_z
+    half: float  # half-width of the interval of log_z
     entries: int  # of weight and codes that were read
     bytes_read: int
     scale: float  # of the errors of the preview, in predicted deviations
     signal: float  # size of the estimates of the probes, in sizes of their errors
     toward: float  # cosine of the angle to the mean query
     finalists: Tensor  # rows that were read in full
-    dense: Tensor  # (n,): all logits; those of estimates have the estimated masses, or are upper ends
+    dense: Tensor  # (n,): all logits; those of dropped rows are corrected estimates, or upper ends
     closest: float  # by so much a decision would have to be missed to be another one
 
 
@@ -81,11 +81,43 @@ class Usual(NamedTuple):
     flat: float = math.inf
 
 
+class CascadeIndex(NamedTuple):
+    """Codes of rows, and what a query meets them with.
+
+    A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]`` and its bias, or with beta as
+    one more coordinate of x if the bias is coded: then e is d + 1, else d.
+    """
+
+    centre: Tensor  # (e,)
+    projection: Tensor  # (longest, e)
+    codes: Tensor  # (n, longest)
+    lengths: Sequence[int]  # of the preview and of the longer one, then of the tiers
+    deviations: Tensor  # predicted ones of the errors of each length. (2 + tiers, n)
+    probes: Tensor  # rows whose errors say how large the errors of a query are
+    mean: Tensor | None = None  # of queries like those to come, of length 1
+
+
+class CascadePlan(NamedTuple):
+    """How to answer, as in `softsieve.kernels.cascade_numba.Plan`; capacity and group are for `short_cascade`."""
+
+    k: int
+    width: float
+    correction: float
+    floor: float
+    doubt: float
+    tolerance: float
+    limit: float = math.inf
+    usual: Usual = Usual()
+    upper: bool = False
+    capacity: float = math.inf  # the most survivors of the preview
+    group: int = 64  # rows of which the best estimate stands for all
+
+
 def expected_excess(deviation: Tensor, correction: float, width: float) -> Tensor:
     """``correction * deviation^2``, and from where its slope is the width on its tangent.
 
     With correction 1/2 that is log E exp(e) for a normal error e of this deviation, which ends at ``width * deviation``
-    above 0 because a row with a larger one would not be left out.
+    above 0 because a row with a larger one would not be dropped.
 
     Example:
         >>> expected_excess(torch.tensor([1.0, 8.0]), 0.5, 4.0)
@@ -97,265 +129,201 @@ def expected_excess(deviation: Tensor, correction: float, width: float) -> Tenso
     )
 
 
-class _Estimates:
-    """What preview and tiers say of all rows for one query."""
+class _Query:
+    """One query: its exact logits, estimates of any length, the last ones of each row, and what was read."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        x: Tensor,
-        bias: Tensor | None,
-        beta: float,
-        centre: Tensor,
-        projection: Tensor,
-        codes: Tensor,
-        lengths: Sequence[int],
-        deviations: Tensor,
-        probes: Tensor,
-        mean: Tensor | None,
+        self, weight: Tensor, x: Tensor, bias: Tensor | None, beta: float, index: CascadeIndex, plan: CascadePlan
     ) -> None:
+        self.index, self.plan = index, plan
         self.exact = logits(weight, x, bias, beta=beta)
-        coded = len(centre) > len(x)
+        coded = len(index.centre) > len(x)
         extended = beta * (torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]) if coded else x.double())
-        self.base = centre.double() @ extended + (0.0 if bias is None or coded else beta * bias.double())
-        self.base = self.base.expand(len(weight))
-        self.terms = codes.double() * (projection.double() @ extended)
-        self.lengths, self.deviations, self.probes = lengths, deviations, probes
+        base = index.centre.double() @ extended + (0.0 if bias is None or coded else beta * bias.double())
+        self.base = base.expand(len(weight))
+        self.terms = index.codes.double() * (index.projection.double() @ extended)
         self.toward = 0.0
-        if mean is not None:
-            self.toward = float(mean.double() @ extended / extended.norm().clamp_min(1e-30))
+        if index.mean is not None:
+            self.toward = float(index.mean.double() @ extended / extended.norm().clamp_min(1e-30))
+        self.scale = self.signal = math.nan
+        self.entries = self.bytes_read = 0
+        self.closest, self.highest = math.inf, -math.inf  # decision; threshold of those that dropped a row
+        self.dense = self.excess = self.upper = self.base
 
-    def look(self, level: int) -> tuple[Tensor, Tensor, float, float]:
-        """Estimates of all rows, deviations of their errors, and on the probes scale of the errors and signal."""
-        values = self.base + self.terms[:, : self.lengths[level]].sum(-1)
-        predicted = self.deviations[level].double()
-        some = self.probes
-        scale = float(((self.exact - values)[some] / predicted[some]).square().mean().sqrt())
-        signal = float(((values - self.base)[some] / predicted[some]).square().mean().sqrt()) / max(scale, 1e-30)
-        return values, scale * predicted, scale, signal
+    def estimate(self, which: int) -> tuple[Tensor, Tensor]:
+        """Estimates of all rows from codes of one of the lengths, and deviations of their errors."""
+        values = self.base + self.terms[:, : self.index.lengths[which]].sum(-1)
+        predicted, probes = self.index.deviations[which].double(), self.index.probes
+        scale = float(((self.exact - values)[probes] / predicted[probes]).square().mean().sqrt())
+        if which == 0:
+            size = float(((values - self.base)[probes] / predicted[probes]).square().mean().sqrt())
+            self.scale, self.signal = scale, size / max(scale, 1e-30)
+        return values, scale * predicted
+
+    def is_usual(self) -> bool:
+        """Whether the errors of the first preview and the direction are those of the calibration."""
+        usual = self.plan.usual
+        inside = usual.low <= self.scale <= usual.high and usual.toward_low <= self.toward <= usual.toward_high
+        return inside and self.signal >= usual.signal
+
+    def update(self, rows: Tensor, values: Tensor, deviation: Tensor) -> None:
+        """Take these estimates for some rows."""
+        excess = expected_excess(deviation, self.plan.correction, self.plan.width)
+        self.excess = torch.where(rows, excess, self.excess)
+        self.dense = torch.where(rows, values + excess, self.dense)
+        self.upper = torch.where(rows, values + self.plan.width * deviation, self.upper)
+
+    def reaching(self, rows: Tensor, threshold: float) -> Tensor:
+        """Those of the rows whose upper ends reach a threshold."""
+        distance = self.upper - threshold
+        if bool(rows.any()):
+            self.closest = min(self.closest, float(distance[rows].abs().min()))
+        return rows & (distance >= 0)
+
+    def survivors(self, rows: Tensor, values: Tensor, attained: float, slack: float) -> Tensor:
+        """Those of the rows that may be among the top k or matter for the partition function."""
+        k, threshold = self.plan.k, float(self.dense.logsumexp(0)) + self.plan.floor
+        if k:
+            best = float(values[rows].topk(k).values[-1])
+            aim = (best + max(best, attained)) / 2
+            enough = int(self.reaching(rows, min(threshold, aim) - slack).sum()) >= k
+            threshold = min(threshold, aim if enough else best)
+        self.highest = max(self.highest, threshold - slack)
+        return self.reaching(rows, threshold - slack)
+
+    def tally(self, rows: int, entries: int, bytes_: int) -> None:
+        """Count what is read of some rows."""
+        self.entries, self.bytes_read = self.entries + rows * entries, self.bytes_read + rows * bytes_
+
+    def limited(self, kth: float) -> Tensor:
+        """Estimates of dropped rows, below the k-th logit even if what they did not reach is above it."""
+        below = kth - 1e-6 * abs(kth)
+        return self.dense.clamp_max(below) if below < self.highest else self.dense
+
+    def half_width(self, finalists: Tensor, dense: Tensor) -> float:
+        """Half of the interval of log Z, when logits are taken for these."""
+        shares = (dense - dense.logsumexp(0)).exp()
+        half = float(self.plan.doubt * (shares * self.excess.clamp_max(1))[~finalists].sum())
+        self.closest = min(self.closest, abs(half - self.plan.tolerance))
+        return half
+
+    def answer(
+        self, state: str, finalists: Tensor, dense: Tensor, log_z: float = 0.0, half: float = 0.0
+    ) -> CascadeAnswer:
+        rows = finalists.nonzero()[:, 0]
+        top, order = self.exact[rows].topk(self.plan.k if len(rows) else 0)
+        dense = torch.where(finalists, self.exact, self.upper if self.plan.upper else dense)
+        return CascadeAnswer(
+            state, rows[order], top, log_z, half, self.entries, self.bytes_read,
+            self.scale, self.signal, self.toward, rows, dense, self.closest,
+        )  # fmt: skip
+
+    def no_answer(self, state: str) -> CascadeAnswer:
+        return self.answer(state, torch.zeros_like(self.exact, dtype=torch.bool), self.exact)
 
 
 def cascade(
-    weight: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    *,
-    beta: float = 1.0,
-    centre: Tensor,
-    projection: Tensor,
-    codes: Tensor,
-    lengths: Sequence[int],
-    deviations: Tensor,
-    probes: Tensor,
-    k: int,
-    limit: float = math.inf,
-    width: float,
-    correction: float,
-    floor: float,
-    doubt: float,
-    tolerance: float,
-    mean: Tensor | None = None,
-    usual: Usual = Usual(),  # noqa: B008
-    upper: bool = False,
+    weight: Tensor, x: Tensor, bias: Tensor | None = None, *, beta: float = 1.0, index: CascadeIndex, plan: CascadePlan
 ) -> CascadeAnswer:
-    """One query through a preview, tiers of longer codes and exact rows, each row by itself.
+    """One query (d,) through a preview, tiers of longer codes and exact rows, each row by itself.
 
     A row stays while its estimate with ``width`` deviations reaches what it takes to be among the top k, half way from
-    the k-th best estimate to the k-th largest logit of the rows with the best ones, or the part of the normaliser that
-    matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate. When the preview
-    leaves more rows than ``limit``, a longer one is made. A row that left counts with its last estimate and what errors
-    add in the mean (`expected_excess`), and is below the k-th logit of the answer.
-
-    A row is estimated by ``centre @ x + codes[:, :length] @ (projection @ x)[:length]`` and its bias, or with beta as
-    one more coordinate of x if the bias is coded.
-
-    Args:
-        weight, bias: (n, d) and (n,).
-        x: (d,).
-        centre, projection, codes: (e,), (longest, e) and (n, longest); e is d, and one more with a coded bias.
-        lengths: of the preview and of the longer one, then of the tiers.
-        deviations: predicted ones of the errors of each. (2 + tiers, n)
-        probes: rows whose errors say how large the errors of this query are.
-        k, limit, width, correction, floor, doubt, tolerance, upper: as in `softsieve.kernels.cascade_numba.Plan`.
-        mean: of queries like this one, of length 1.
-        usual: what these stay within.
+    the k-th best estimate to the k-th largest logit of the rows with the best ones, or the share of the partition
+    function that matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate. When the
+    preview leaves more rows than ``limit``, a longer one is made. A dropped row counts with its last estimate and what
+    errors add in the mean (`expected_excess`), and is below the k-th logit of the answer.
     """
-    (n, d), e, item = weight.shape, len(centre), weight.element_size()
-    known = _Estimates(weight, x, bias, beta, centre, projection, codes, lengths, deviations, probes, mean)
-    exact, toward, based = known.exact, known.toward, bias is not None and e == d
-    closest, highest = math.inf, -math.inf
-
-    def no_answer(state: str) -> CascadeAnswer:
-        none = torch.zeros(0, dtype=torch.int64)
-        return CascadeAnswer(
-            state, none, exact[:0], 0.0, 0.0, entries, read, scale, signal, toward, none, exact[:0], closest
-        )
-
-    def stay(left: Tensor, values: Tensor, deviation: Tensor, dense: Tensor, lowered: float) -> Tensor:
-        """Which of the rows that are left may matter, as their estimates say."""
-        nonlocal closest, highest
-        bound = float(dense.logsumexp(0)) + floor
-        if k:
-            best = float(values[left].topk(k).values[-1])
-            goal = (best + max(best, sure)) / 2
-            reach = values + width * deviation - (min(bound, goal) - lowered - rounding)
-            closest = min(closest, float(reach[left].abs().min()))
-            bound = min(bound, best if int((left & (reach >= 0)).sum()) < k else goal)
-        highest = max(highest, bound - lowered - rounding)
-        reach = values + width * deviation - (bound - lowered - rounding)
-        closest = min(closest, float(reach[left].abs().min()))
-        return left & (reach >= 0)
-
-    read, entries = e * 2 + len(probes) * d * item, len(probes) * d
-    length, scale, signal = 0, math.nan, math.nan
-    for level in range(2):
-        estimates, deviation, measured, size = known.look(level)
-        more, length = lengths[level] - length, lengths[level]
-        read, entries = read + more * e * 2 + len(probes) * (more + 1), entries + len(probes) * more
-        if level == 0:
-            scale, signal = measured, size
-            inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
-            if not (inside and signal >= usual.signal):
-                return no_answer("drifted")
-        read, entries = read + n * (more + 1 + (4 if based and level == 0 else 0)), entries + n * more
-        shift, rounding = float(estimates.max()), 1e-6 * abs(float(estimates.max()))
-        sure = math.inf
+    query = _Query(weight, x, bias, beta, index, plan)
+    (n, d), e, probes, lengths, k = weight.shape, len(index.centre), len(index.probes), index.lengths, plan.k
+    row_bytes, everything = d * weight.element_size(), torch.ones(len(weight), dtype=torch.bool)
+    query.tally(1, 0, e * 2)
+    query.tally(probes, d, row_bytes)
+    length, attained = 0, math.inf
+    for which in range(2):
+        estimates, deviation = query.estimate(which)
+        more, length = lengths[which] - length, lengths[which]
+        query.tally(1, 0, more * e * 2)
+        query.tally(probes, more, more + 1)
+        if not query.is_usual():
+            return query.no_answer("drifted")
+        query.tally(n, more, more + 1 + (4 if which == 0 and bias is not None and e == d else 0))
+        slack = 1e-6 * abs(float(estimates.max()))
         if k:
             ahead = estimates >= estimates.topk(min(k + 8, n)).values[-1]
-            sure = float(exact[ahead].topk(k).values[-1])
-            read, entries = read + int(ahead.sum()) * d * item, entries + int(ahead.sum()) * d
-        everything = torch.ones(n, dtype=torch.bool)
-        dense = estimates + expected_excess(deviation, correction, width)
-        count = int(stay(everything, estimates, deviation, dense, 0.0).sum())
-        if count <= limit or lengths[0] == lengths[1]:
+            attained = float(query.exact[ahead].topk(k).values[-1])
+            query.tally(int(ahead.sum()), d, row_bytes)
+        query.update(everything, estimates, deviation)
+        count = int(query.survivors(everything, estimates, attained, slack).sum())
+        if count <= plan.limit or lengths[0] == lengths[1]:
             break
-    if count > usual.survivors:
-        return no_answer("drifted")
-    preview = length
+    if count > plan.usual.survivors:
+        return query.no_answer("drifted")
     for lowered in range(8):
-        length, there, highest = preview, 0, -math.inf
-        values, now = estimates, deviation
-        added = expected_excess(deviation, correction, width)
-        dense, ends = values + added, values + width * now  # with `added`, of the last estimate of each row
-        left = torch.ones(n, dtype=torch.bool)
-        for level in range(1, len(lengths)):
-            if level > 1:
-                longer, count = lengths[level], int(left.sum())
-                cost = (longer - length) * e * 2 + count * (longer - there + 1)
-                if longer < 2 * length or 2 * cost > count * d * item:
-                    continue
-                values, now, _, _ = known.look(level)
-                added = torch.where(left, expected_excess(now, correction, width), added)
-                dense = torch.where(left, values + added, dense)
-                ends = torch.where(left, values + width * now, ends)
-                read += cost + len(probes) * (longer - there + 1)
-                entries += (count + len(probes)) * (longer - there)
-                length = there = longer
-            left = stay(left, values, now, dense, lowered)
-        count = int(left.sum())
+        query.highest, known, read = -math.inf, length, 0
+        query.update(everything, estimates, deviation)
+        rows = query.survivors(everything, estimates, attained, lowered + slack)
+        for tier in range(2, len(lengths)):
+            longer, count = lengths[tier], int(rows.sum())
+            cost = (longer - known) * e * 2 + count * (longer - read + 1)
+            if longer < 2 * known or 2 * cost > count * row_bytes:
+                continue
+            values, now = query.estimate(tier)
+            query.update(rows, values, now)
+            query.tally(1, count * (longer - read), cost)
+            query.tally(probes, longer - read, longer - read + 1)
+            known = read = longer
+            rows = query.survivors(rows, values, attained, lowered + slack)
+        count = int(rows.sum())
         if 2 * count > n:
             break
-        read, entries = read + count * d * item, entries + count * d
-        kth = float(exact[left].topk(k).values[-1]) if k else math.inf
-        dense = torch.where(left, exact, _limited(dense, kth, highest))
-        masses = (dense - shift).exp()
-        half = float(doubt * (masses * added.clamp_max(1))[~left].sum() / masses.sum())
-        closest = min(closest, abs(half - tolerance))
-        if half <= tolerance:
-            rows, log_z = left.nonzero()[:, 0], float(dense.logsumexp(0))
-            if k and log_z - kth > usual.flat:
-                return no_answer("drifted")
-            top, order = exact[rows].topk(k)
-            if upper:
-                dense = torch.where(left, exact, ends)
-            return CascadeAnswer(
-                "answered", rows[order], top, log_z, half, entries, read, scale, signal, toward, rows, dense, closest
-            )
-    return no_answer("expensive")
-
-
-def _limited(dense: Tensor, kth: float, level: float) -> Tensor:
-    """Estimates of rows that did not reach a level, below the k-th logit even if the level is not."""
-    below = kth - 1e-6 * abs(kth)
-    return dense.clamp_max(below) if below < level else dense
+        query.tally(count, d, row_bytes)
+        kth = float(query.exact[rows].topk(k).values[-1]) if k else math.inf
+        dense = torch.where(rows, query.exact, query.limited(kth))
+        half, log_z = query.half_width(rows, dense), float(dense.logsumexp(0))
+        if half <= plan.tolerance:
+            if log_z - kth > plan.usual.flat:
+                return query.no_answer("drifted")
+            return query.answer("answered", rows, dense, log_z, half)
+    return query.no_answer("expensive")
 
 
 def short_cascade(
-    weight: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    *,
-    beta: float = 1.0,
-    centre: Tensor,
-    projection: Tensor,
-    codes: Tensor,
-    lengths: Sequence[int],
-    deviations: Tensor,
-    probes: Tensor,
-    k: int,
-    width: float,
-    correction: float,
-    floor: float,
-    doubt: float,
-    tolerance: float,
-    mean: Tensor | None = None,
-    usual: Usual = Usual(),  # noqa: B008
-    upper: bool = False,
-    capacity: float = math.inf,
-    group: int = 64,
+    weight: Tensor, x: Tensor, bias: Tensor | None = None, *, beta: float = 1.0, index: CascadeIndex, plan: CascadePlan
 ) -> CascadeAnswer:
     """One query through a preview, at most one tier, and exact rows: what a GPU does, in steps of a fixed number.
 
-    A row stays while its estimate with ``width`` deviations reaches the k-th best estimate, or the part of the
-    normaliser that matters. For the preview the k-th best of the best of each ``group`` rows stands for it, with k = 1
-    that is the same. More survivors of the preview than ``capacity``, or more doubt about the normaliser than
+    A row stays while its estimate with ``width`` deviations reaches the k-th best estimate, or the share of the
+    partition function that matters. For the preview the k-th best of the best of each ``group`` rows stands for it,
+    with k = 1 that is the same. More survivors of the preview than ``capacity``, or a half-width of log Z above
     ``tolerance``, are no answer. Estimates of all logits are below the k-th logit of the answer, after log Z was summed
-    up. Arguments as for `cascade`; ``lengths`` and ``deviations`` of the preview and, if there is one, of the tier.
-    What is read is not counted.
+    up. ``lengths`` and ``deviations`` are those of the preview and, if there is one, of the tier. What is read is not
+    counted.
     """
-    n = len(weight)
-    known = _Estimates(weight, x, bias, beta, centre, projection, codes, lengths, deviations, probes, mean)
-    exact, toward = known.exact, known.toward
-    none = torch.zeros(0, dtype=torch.int64)
-    closest, scale, signal, highest = math.inf, math.nan, math.nan, -math.inf
-    left = torch.ones(n, dtype=torch.bool)
-    dense = added = ends = exact
-
-    def no_answer(state: str) -> CascadeAnswer:
-        return CascadeAnswer(state, none, exact[:0], 0.0, 0.0, 0, 0, scale, signal, toward, none, exact[:0], closest)
-
-    for level in range(len(lengths)):
-        estimates, deviation, unit, size = known.look(level)
-        if level == 0:
-            scale, signal, shift = unit, size, float(estimates.max())
-            inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
-            if not (inside and signal >= usual.signal):
-                return no_answer("drifted")
-        added = torch.where(left, expected_excess(deviation, correction, width), added)
-        dense = torch.where(left, estimates + added, dense)
-        ends = torch.where(left, estimates + width * deviation, ends)
-        bound = float(dense.logsumexp(0)) + floor
+    query, k = _Query(weight, x, bias, beta, index, plan), plan.k
+    rows, slack = torch.ones(len(weight), dtype=torch.bool), 0.0
+    for which in range(len(index.lengths)):
+        estimates, deviation = query.estimate(which)
+        if not query.is_usual():
+            return query.no_answer("drifted")
+        query.update(rows, estimates, deviation)
+        threshold = float(query.dense.logsumexp(0)) + plan.floor
+        if which == 0:
+            slack = 1e-6 * abs(float(estimates.max()))
         if k:
-            some = estimates[left] if level else torch.stack([part.max() for part in torch.split(estimates, group)])
-            bound = min(bound, float(some.topk(k).values[-1]) if len(some) >= k else -math.inf)
-        bound -= 1e-6 * abs(shift)
-        highest = max(highest, bound)
-        reach = estimates + width * deviation - bound
-        closest = min([closest, *reach[left].abs().tolist()])
-        left = left & (reach >= 0)
-        if level == 0 and int(left.sum()) > usual.survivors:
-            return no_answer("drifted")
-        if level == 0 and int(left.sum()) > capacity:
-            return no_answer("expensive")
-    dense = torch.where(left, exact, dense)
-    masses = (dense - dense.max()).exp()
-    half = float(doubt * (masses * added.clamp_max(1))[~left].sum() / masses.sum())
-    closest = min(closest, abs(half - tolerance))
-    rows, log_z = left.nonzero()[:, 0], float(dense.logsumexp(0))
-    top, order = exact[rows].topk(min(k, len(rows)))
-    kth = float(top[-1]) if k and len(top) else math.inf
-    if k and log_z - kth > usual.flat:
-        return no_answer("drifted")
-    dense = torch.where(left, exact, ends if upper else _limited(dense, kth, highest))
-    state = "answered" if half <= tolerance else "expensive"
-    return CascadeAnswer(state, rows[order], top, log_z, half, 0, 0, scale, signal, toward, rows, dense, closest)
+            best = (
+                estimates[rows] if which else torch.stack([part.max() for part in torch.split(estimates, plan.group)])
+            )
+            threshold = min(threshold, float(best.topk(k).values[-1]) if len(best) >= k else -math.inf)
+        query.highest = max(query.highest, threshold - slack)
+        rows = query.reaching(rows, threshold - slack)
+        if which == 0 and int(rows.sum()) > min(plan.usual.survivors, plan.capacity):
+            return query.no_answer("drifted" if int(rows.sum()) > plan.usual.survivors else "expensive")
+    dense = torch.where(rows, query.exact, query.dense)
+    half, log_z = query.half_width(rows, dense), float(dense.logsumexp(0))
+    best = query.exact[rows].topk(min(k, int(rows.sum()))).values
+    kth = float(best[-1]) if len(best) else math.inf
+    if log_z - kth > plan.usual.flat:
+        return query.no_answer("drifted")
+    if half > plan.tolerance or len(best) < k:
+        return query.no_answer("expensive")
+    return query.answer("answered", rows, query.limited(kth), log_z, half)

@@ -1,0 +1,169 @@
+"""What the numba kernels are made of: how functions are compiled, and arithmetic that the compiler vectorises.
+
+A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
+ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
+LOG2E = 1.4426950408889634
+
+numba.get_num_threads()  # starts its threads: a function that comes from numba's cache may not, and crashes then
+
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*numba*.py"))))
+
+
+def _compiler(**options: Any) -> Callable[[Any], Any]:
+    """``numba.njit`` with a cache that is invalid when any of the numba modules has changed.
+
+    By itself numba compares the function's own file only, and would go on with the old code of what it calls.
+    """
+
+    def compile_lazily(function: Any) -> Any:
+        dispatcher = numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function)
+        with suppress(AttributeError):  # without a folder for it there is no cache
+            cache = dispatcher._cache._cache_file
+            cache._source_stamp = (cache._source_stamp, _SOURCES.hexdigest())
+        return dispatcher
+
+    return compile_lazily
+
+
+jit = _compiler(error_model="numpy")
+jit_stage = _compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
+jit_fast = _compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
+jit_parallel = _compiler(fastmath=True, parallel=True)
+
+
+@intrinsic
+def as_float(typingctx: Any, element: Any) -> Any:
+    """Return an element of the weight as a float: uint16 is bfloat16, int16 is float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if element == types.uint16:
+            wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            return builder.bitcast(wide, ir.FloatType())
+        if element == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return args[0]
+
+    return (element if isinstance(element, types.Float) else types.float32)(element), codegen
+
+
+@intrinsic
+def _power_of_two(typingctx: Any, exponent: Any) -> Any:
+    """Return 2 to a whole number in [-126, 127]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(kind, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(kind, 23)), ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def trailing_zeros(typingctx: Any, word: Any) -> Any:
+    """Count the lowest bits that are 0 in a word that is not 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def larger(typingctx: Any, one: Any, other: Any) -> Any:
+    """Return the larger of two floats. Unlike with max, a loop of these over a slice vectorises."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = args[0].type
+        name = "llvm.maxnum.f32" if kind == ir.FloatType() else "llvm.maxnum.f64"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, kind]), name)
+        return builder.call(function, args, fastmath=("fast",))
+
+    return one(one, one), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, row: Any, byte: Any) -> Any:
+    """Ask the memory for a byte in a row of a matrix, which will be read soon."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        matrix = context.make_array(signature.args[0])(context, builder, args[0])
+        stride = cgutils.unpack_tuple(builder, matrix.strides)[0]
+        start = builder.bitcast(matrix.data, ir.IntType(8).as_pointer())
+        address = builder.gep(start, [builder.add(builder.mul(stride, args[1]), args[2])])
+        kind = ir.FunctionType(ir.VoidType(), [address.type, *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, *(ir.Constant(ir.IntType(32), number) for number in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), codegen
+
+
+@jit_fast
+def exp(value: float) -> float:
+    """Return e to a number of at most 80, to 1e-5; below e^-80 it is that. Unlike math.exp, it vectorises."""
+    scaled = np.float32(max(value, np.float32(-80.0))) * np.float32(LOG2E)
+    whole = np.floor(scaled + np.float32(0.5))
+    fraction = (scaled - whole) * np.float32(0.6931471805599453)  # within 0.35
+    series = np.float32(1 / 120)
+    series = series * fraction + np.float32(1 / 24)
+    series = series * fraction + np.float32(1 / 6)
+    series = series * fraction + np.float32(0.5)
+    series = series * fraction + np.float32(1.0)
+    series = series * fraction + np.float32(1.0)
+    return series * _power_of_two(np.int32(whole))
+
+
+@jit_fast
+def largest_of(values: Any) -> Any:
+    """Return the largest value."""
+    highest = values[0]
+    for i in range(values.size):
+        highest = larger(highest, values[i])
+    return highest
+
+
+@jit
+def _sink(heap: Any, place: int) -> None:
+    """Move a value that may be too large for its place in a heap, the smallest first, down to where it belongs."""
+    value = heap[place]
+    while 2 * place + 1 < heap.size:
+        child = 2 * place + 1
+        child += child + 1 < heap.size and heap[child + 1] < heap[child]
+        if not heap[child] < value:
+            break
+        heap[place] = heap[child]
+        place = child
+    heap[place] = value
+
+
+@jit
+def kth_largest(values: Any, k: int) -> float:
+    """Return the k-th largest value."""
+    if k == 1:
+        return largest_of(values)
+    heap = values[:k].copy()
+    for place in range(k // 2 - 1, -1, -1):
+        _sink(heap, place)
+    for i in range(k, values.size):
+        if values[i] > heap[0]:
+            heap[0] = values[i]
+            _sink(heap, np.int64(0))
+    return heap[0]

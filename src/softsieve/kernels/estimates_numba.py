@@ -1,0 +1,360 @@
+"""Estimates of the cascade in numba: sums of their exponentials, and rows whose upper ends reach a threshold.
+
+An estimate has a spread, one byte. `Errors` says what a spread of 1 stands for in this query. The upper end of a row is
+its estimate and its margin.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import prange
+
+from softsieve.kernels.base_numba import (
+    ALONE,
+    BLOCK,
+    exp,
+    jit,
+    jit_fast,
+    jit_parallel,
+    kth_largest,
+    larger,
+    largest_of,
+    trailing_zeros,
+)
+from softsieve.kernels.rows_numba import add_columns
+
+_TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
+
+
+class Errors(NamedTuple):
+    """How large the errors of one preview or tier are, for a spread of 1."""
+
+    unit: float  # their deviation
+    margin: float  # half of a row's interval
+    correction: float  # what the square of a deviation adds to an estimate, see `expected_excess`
+    bend: float  # the deviation from which on it adds less
+
+
+@jit_fast
+def expected_excess(spread: Any, errors: Errors) -> Any:
+    """Return what makes the exponential of an estimate that of a dropped row in the mean.
+
+    The mean of ``exp(deviation * Z)`` is ``exp(deviation^2 / 2)``. The errors of a dropped row end where its margin
+    does, at ``width * deviation``; with that, the logarithm of the mean goes on along the tangent from ``deviation =
+    bend`` on, where its slope is the width: it stays below the margin, however large the deviation is.
+    """
+    deviation = np.float32(errors.unit) * np.float32(spread)
+    bent = min(deviation, np.float32(errors.bend))
+    return np.float32(errors.correction) * bent * (deviation + deviation - bent)
+
+
+@jit_fast
+def upper_end(value: Any, spread: Any, errors: Errors) -> Any:
+    """Return an estimate with its margin."""
+    return value + np.float32(errors.margin) * np.float32(spread)
+
+
+# -- sums of exponentials ----------------------------------------------------------------------------------------------
+
+
+@jit_fast
+def sum_exponentials(values: Any, spreads: Any, errors: Errors, shift: float, threshold: float | None = None) -> Any:
+    """Sum up ``exp(estimate + excess - shift)``, and the corrected part of that.
+
+    With a threshold, only of rows whose upper ends do not reach it.
+    """
+    total, corrected = np.float32(0), np.float32(0)
+    for r in range(values.size):
+        excess = expected_excess(spreads[r], errors)
+        if threshold is None:
+            own = exp(min(values[r] + excess - np.float32(shift), np.float32(80)))
+        else:
+            drops = np.float32(upper_end(values[r], spreads[r], errors) < np.float32(threshold))
+            own = drops * exp(min(values[r] + excess - np.float32(shift), np.float32(80)))
+        total += own
+        corrected += own * min(excess, np.float32(1))
+    return float(total), float(corrected)
+
+
+@jit
+def sum_dropped(estimates: Any, spreads: Any, errors: Errors, shift: float, threshold: float) -> Any:
+    """Sum up as `sum_exponentials` with a threshold, block by block, over all rows.
+
+    The difference of the sums over all rows and over the survivors loses this where survivors have nearly all.
+    """
+    total, corrected = 0.0, 0.0
+    for start in range(0, estimates.size, BLOCK):
+        stop = min(start + BLOCK, estimates.size)
+        own, own_corrected = sum_exponentials(estimates[start:stop], spreads[start:stop], errors, shift, threshold)
+        total, corrected = total + own, corrected + own_corrected
+    return total, corrected
+
+
+@jit_fast
+def _highest_dropped(values: Any, spreads: Any, errors: Errors, threshold: float) -> Any:
+    highest = np.float32(-1e30)
+    for r in range(values.size):
+        drops = upper_end(values[r], spreads[r], errors) < np.float32(threshold)
+        highest = larger(highest, values[r] + expected_excess(spreads[r], errors) if drops else np.float32(-1e30))
+    return highest
+
+
+@jit
+def gather_above(
+    estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, bound: float,
+    dropped: Any, excesses: Any,
+) -> int:  # fmt: skip
+    """Find rows that do not reach the threshold, but whose corrected estimates are above a bound; return how many.
+
+    Their corrected estimates go to ``dropped``, what of these was added to ``excesses``. Blocks whose ``upper`` end is
+    below the bound have none of them.
+    """
+    count = 0
+    for b in range(upper.size):
+        if upper[b] < bound:
+            continue
+        start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+        if _highest_dropped(estimates[start:stop], spreads[start:stop], errors, threshold) <= bound:
+            continue
+        for r in range(start, stop):
+            excess = expected_excess(spreads[r], errors)
+            if upper_end(estimates[r], spreads[r], errors) < np.float32(threshold) and estimates[r] + excess > bound:
+                dropped[count], excesses[count] = estimates[r] + excess, excess
+                count += 1
+    return count
+
+
+@jit
+def sum_above(dropped: Any, excesses: Any, shift: float, bound: float) -> Any:
+    """Sum up what the exponentials of corrected estimates have beyond that of a bound, and the corrected part of it."""
+    total, corrected = 0.0, 0.0
+    for r in range(dropped.size):
+        if dropped[r] > bound:
+            own = exp(min(dropped[r] - np.float32(shift), np.float32(80))) - math.exp(bound - shift)
+            total += own
+            corrected += own * min(excesses[r], np.float32(1))
+    return total, corrected
+
+
+# -- estimates of all rows ---------------------------------------------------------------------------------------------
+#
+# Parallel functions get arrays, not tuples of them: what a parallel loop writes to an array in a tuple is lost.
+
+
+@jit
+def start_estimates(offset: Any, base: Any, rows: Any, values: Any) -> None:
+    """Write what the estimates of some rows are without any code."""
+    for r in range(rows.size):
+        values[r] = offset
+        if base.size:
+            values[r] += np.float32(base[rows[r]])
+
+
+@jit_fast
+def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
+    highest = values[0]
+    for r in range(values.size):
+        highest = larger(highest, upper_end(values[r], spreads[r], errors))
+    return highest
+
+
+@jit_fast
+def _estimate_block(
+    columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
+) -> Any:
+    """Estimate a block of rows; return the largest estimate and upper end, and the sums over e^largest."""
+    if known == 0:
+        values[:] = offset
+        for i in range(base.size):
+            values[i] += np.float32(base[i])
+    add_columns(columns[known : y.size], y[known:], values)
+    largest = largest_of(values)
+    total, corrected = sum_exponentials(values, spreads, errors, largest)
+    return largest, _highest_upper(values, spreads, errors), total, corrected
+
+
+@jit_parallel
+def estimate_rows(
+    columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors,
+    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any,
+) -> None:  # fmt: skip
+    """Estimate all rows; of every block keep the largest estimate and upper end, and the sums over e^largest.
+
+    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has.
+    """
+    if 4 * totals.size * BLOCK * y.size <= ALONE:  # sums take as long as some columns
+        for b in range(totals.size):
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
+                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
+            )
+    else:
+        for b in prange(totals.size):
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
+                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
+            )
+
+
+@jit_fast
+def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: Any) -> None:
+    """Write corrected estimates of all rows, or their upper ends."""
+    for i in range(values.size):
+        corrected = values[i] + expected_excess(spreads[i], errors)
+        dense[i] = upper_end(values[i], spreads[i], errors) if upper else corrected
+
+
+@jit_fast
+def limit_logits(most: float, dense: Any) -> None:
+    """Lower what is above ``most`` to it."""
+    for i in range(dense.size):
+        dense[i] = min(dense[i], dense.dtype.type(most))
+
+
+# -- choice of rows ----------------------------------------------------------------------------------------------------
+
+
+@jit
+def find_best(estimates: Any, largest: Any, n: int, count: int, rows: Any, values: Any) -> int:
+    """Find rows with the largest estimates: ``count`` of them at least, and not many more; return how many."""
+    # Blocks below the one whose largest is so far down hold none of them.
+    bound = kth_largest(largest, count) if largest.size >= count else -np.inf
+    for _ in range(2):
+        size = 0
+        for b in range(largest.size):
+            if largest[b] >= bound:
+                for i in range(b * BLOCK, min((b + 1) * BLOCK, n)):
+                    if estimates[i] >= bound:
+                        rows[size], values[size] = i, estimates[i]
+                        size += 1
+        bound = kth_largest(values[:size], count)
+    return size
+
+
+@jit_fast
+def count_reaching(values: Any, spreads: Any, errors: Errors, threshold: float) -> int:
+    """Count rows whose upper ends reach the threshold."""
+    count = np.int32(0)
+    for r in range(values.size):
+        count += np.int32(upper_end(values[r], spreads[r], errors) >= np.float32(threshold))
+    return np.int64(count)
+
+
+@jit
+def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any) -> int:
+    """Count the rows that `select_rows` would find."""
+    total, bound = 0, np.float32(threshold)
+    for b in range(upper.size):
+        if upper[b] >= bound:
+            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+            total += count_reaching(estimates[start:stop], spreads[start:stop], errors, threshold)
+    return total
+
+
+@jit_fast
+def _mark(values: Any, spreads: Any, errors: Errors, threshold: float, marks: Any) -> None:
+    for i in range(values.size):
+        marks[i] = upper_end(values[i], spreads[i], errors) >= np.float32(threshold)
+
+
+@jit
+def _select_block(
+    b: int, place: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float,
+    marks: Any, rows: Any, values: Any, spreads: Any,
+) -> int:  # fmt: skip
+    """Write rows of a block that reach the threshold, from ``place`` on; return how many."""
+    start, stop = b * BLOCK, min((b + 1) * BLOCK, all_spreads.size)
+    _mark(estimates[start:stop], all_spreads[start:stop], errors, threshold, marks[start:stop])
+    marks[stop : start + BLOCK] = 0
+    words, count = marks[start : start + BLOCK].view(np.uint64), 0
+    for w in range(0, BLOCK // 8, 8):
+        bits = np.uint64(0)  # of 64 marks
+        for part in range(8):
+            bits |= ((words[w + part] * _TO_BITS) >> np.uint64(56)) << np.uint64(8 * part)
+        while bits:
+            rows[place + count] = start + 8 * w + np.int64(trailing_zeros(bits))
+            count += 1
+            bits &= bits - np.uint64(1)
+    for r in range(place, place + count):
+        values[r], spreads[r] = estimates[rows[r]], all_spreads[rows[r]]
+    return count
+
+
+@jit_parallel
+def select_rows(
+    estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
+    counts: Any, marks: Any, rows: Any, values: Any, spreads: Any,
+) -> int:  # fmt: skip
+    """Write rows whose upper ends reach the threshold to the front of ``rows``, in order; return how many.
+
+    Blocks whose ``upper`` end does not reach it are passed over.
+    """
+    bound, total = np.float32(threshold), np.intp(0)
+    if counts.size * BLOCK <= ALONE:
+        for b in range(counts.size):
+            if upper[b] >= bound:
+                total += _select_block(
+                    b, total, estimates, all_spreads, errors, threshold, marks, rows, values, spreads
+                )
+        return total
+    for b in prange(counts.size):
+        own, counts[b] = np.intp(b), 0
+        if upper[b] >= bound:
+            counts[b] = _select_block(
+                own, own * BLOCK, estimates, all_spreads, errors, threshold, marks, rows, values, spreads
+            )
+    for b in range(counts.size):
+        start, stop = b * BLOCK, b * BLOCK + counts[b]
+        if total < start:
+            for i in range(start, stop):
+                rows[total + i - start], values[total + i - start] = rows[i], values[i]
+                spreads[total + i - start] = spreads[i]
+        total += counts[b]
+    return total
+
+
+@jit
+def keep_rows(
+    values: Any, rows: Any, spreads: Any, errors: Errors, threshold: float, dropped: Any, excesses: Any, count: int
+) -> Any:
+    """Move rows that reach the threshold to the front; return how many stay, and how many are dropped in all.
+
+    Corrected estimates of the others, and what of these was added, go behind the ``count`` rows dropped before.
+    """
+    kept, bound = 0, np.float32(threshold)
+    for r in range(rows.size):
+        value, own = values[r], spreads[r]
+        rows[kept], values[kept], spreads[kept] = rows[r], value, own
+        excess = expected_excess(own, errors)
+        dropped[count], excesses[count] = value + excess, excess
+        stays = upper_end(value, own, errors) >= bound
+        kept += stays  # without a branch, which would be mispredicted
+        count += not stays
+    return kept, count
+
+
+@jit
+def sort_top(exact: Any, rows: Any, top: Any, logits: Any) -> None:
+    """Write the largest of the finalists, in falling order, equal ones by their rows."""
+    k = top.size
+    least = kth_largest(exact, k)
+    count = 0
+    for equal in range(2):
+        for r in range(exact.size):
+            if count < k and ((exact[r] == least) if equal else (exact[r] > least)):
+                top[count], logits[count] = rows[r], exact[r]
+                count += 1
+    gap = k // 2
+    while gap:  # a shell sort, which the compiler is done with ten times sooner than with np.argsort
+        for i in range(gap, k):
+            row, logit, place = top[i], logits[i], i
+            while place >= gap and (
+                logits[place - gap] < logit or (logits[place - gap] == logit and top[place - gap] > row)
+            ):
+                top[place], logits[place] = top[place - gap], logits[place - gap]
+                place -= gap
+            top[place], logits[place] = row, logit
+        gap //= 2

@@ -1,0 +1,100 @@
+"""Products of a query with rows in numba: rows of the weight of any dtype, and rows and columns of codes.
+
+Inner loops run over contiguous slices, which is what the compiler vectorises. Rows are read where they are, never
+gathered into a copy. Weights of 16 bits come as raw bits: bfloat16 as uint16, float16 as int16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from softsieve.kernels.base_numba import ALONE, as_float, jit_fast, jit_parallel, prefetch
+
+RECORDS_AHEAD, ROWS_AHEAD = 8, 2  # records of codes and rows of the weight that are prefetched
+LINE = 64  # bytes of a cache line
+SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
+
+
+@jit_fast
+def exact_row(row: Any, x: Any) -> Any:
+    """Return ``row @ x``."""
+    total = x.dtype.type(0)
+    for j in range(x.size):
+        total += as_float(row[j]) * x[j]
+    return total
+
+
+@jit_parallel
+def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
+    if rows.size * x.size <= ALONE:
+        for r in range(rows.size):
+            if r + ROWS_AHEAD < rows.size:
+                prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
+            out[r] = exact_row(weight[rows[r]], x)
+    else:
+        for r in prange(rows.size):
+            out[r] = exact_row(weight[rows[r]], x)
+    if bias.size:
+        for r in range(rows.size):
+            out[r] += bias[rows[r]]
+
+
+@jit_parallel
+def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
+    """Compute ``out[low:high] = projection[low:high] @ x``."""
+    if (high - low) * x.size <= ALONE:
+        for j in range(low, high):
+            out[j] = exact_row(projection[j], x)
+    else:
+        for j in prange(low, high):
+            out[j] = exact_row(projection[j], x)
+
+
+@jit_fast
+def add_columns(codes: Any, y: Any, values: Any) -> None:
+    """Compute ``values += codes.T @ y`` for a block of rows, four columns at a time."""
+    even = y.size - y.size % 4
+    for j in range(0, even, 4):
+        c0, c1, c2, c3 = codes[j], codes[j + 1], codes[j + 2], codes[j + 3]
+        y0, y1, y2, y3 = y[j], y[j + 1], y[j + 2], y[j + 3]
+        for i in range(values.size):
+            values[i] += y0 * c0[i] + y1 * c1[i] + y2 * c2[i] + y3 * c3[i]
+    for j in range(even, y.size):
+        c0, y0 = codes[j], y[j]
+        for i in range(values.size):
+            values[i] += y0 * c0[i]
+
+
+@jit_fast
+def _code_row(codes: Any, y: Any) -> Any:
+    total = np.float32(0)
+    for j in range(y.size):
+        total += np.float32(codes[j]) * y[j]
+    return total
+
+
+@jit_parallel
+def add_codes(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any) -> None:
+    """Compute ``out[r] += codes[rows[r], low:high] @ y[low:high]``, and copy the spreads of these rows in this tier.
+
+    ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
+    """
+    start, stop = SPREADS + low if low else 0, SPREADS + high
+    part = y[start:stop]
+    if rows.size * (high - low) <= ALONE:
+        for r in range(rows.size):
+            if r + RECORDS_AHEAD < rows.size:
+                for byte in range(start, stop, LINE):
+                    prefetch(records, np.intp(rows[r + RECORDS_AHEAD]), byte)
+            record = records[rows[r]]
+            out[r] += _code_row(record[start:stop], part)
+            spreads[r] = np.float32(np.uint8(record[tier]))
+    else:
+        for r in prange(rows.size):
+            record = records[rows[r]]
+            out[r] += _code_row(record[start:stop], part)
+            spreads[r] = np.float32(np.uint8(record[tier]))
