@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from softsieve.report.groups import Line, data_sets
 from softsieve.report.page import Folded, Section, Table
-from softsieve.report.read import Found, Record
-from softsieve.report.words import cell, commit, count, date, list_of, machine, short, spoken
+from softsieve.report.read import Record, Sources
+from softsieve.report.words import Row, cell, commit, count, date, list_of, machine, short, spoken
 
 _WHAT = {
     "compare": "comparison of losses",
@@ -24,19 +23,22 @@ _WHAT = {
 }
 
 
-def section(found: Found) -> Section:
-    """Of everything that was given."""
+def section(sources: Sources) -> Section:
+    """Of everything that the page is made of."""
     rows, details = [], []
-    for data, lines in data_sets(found.runs):
+
+    def add(name: str, what: str, settings: Iterable[tuple[str, str]], made: Sequence[Row]) -> None:
+        rows.append([name, what, *_made(made)])
+        versions = ((f"version of {short(key, 40)}", cell(value)) for key, value in _versions(made[0]).items())
+        details.append(Table(name, ["setting", "value"], [*settings, *versions]))
+
+    for data, lines in data_sets(sources.runs):
         for line in lines:
             made = [run.record.provenance for run in line.runs]
-            rows.append([f"{short(data, 60)}: {line.label}", f"training, {count(len(made), 'run')}", *_made(made)])
-            details.append(_details(f"{short(data, 60)}: {line.label}", _of_line(line), made))
-    for record in found.records:
-        rows.append(
-            [short(record.name, 80), _WHAT.get(record.suite, short(record.suite, 60)), *_made([record.provenance])]
-        )
-        details.append(_details(short(record.name, 80), _of_record(record), [record.provenance]))
+            add(f"{short(data, 60)}: {line.label}", f"training, {count(len(made), 'run')}", _of_line(line), made)
+    for record in sources.records:
+        what = _WHAT.get(record.suite, short(record.suite, 60))
+        add(short(record.name, 80), what, _of_record(record), [record.provenance])
     return Section(
         title="What was run",
         how="Every figure on this page comes from one of these. The commit names the source it was made with; "
@@ -48,21 +50,16 @@ def section(found: Found) -> Section:
     )
 
 
-def _made(made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _made(made: Sequence[Row]) -> Iterator[str]:
     dates = sorted(filter(None, map(date, made)))
     first, last = (dates[0], dates[-1]) if dates else ("", "")
     yield first if first == last else f"{first} to {last.removeprefix(first[:11])}"  # the day is said once
-    yield _each(commit(m) for m in made)
-    yield _each(machine(m) for m in made)
-    yield _each(cell(_versions(m).get("torch")) for m in made)
+    for show in (commit, machine, lambda provenance: cell(_versions(provenance).get("torch"))):
+        yield list_of([name for name in dict.fromkeys(map(show, made)) if name])
 
 
-def _each(names: Iterator[str]) -> str:
-    return list_of([name for name in dict.fromkeys(names) if name])
-
-
-def _versions(made: Mapping[str, Any]) -> Mapping[str, Any]:
-    versions = made.get("versions")
+def _versions(provenance: Row) -> Row:
+    versions = provenance.get("versions")
     return versions if isinstance(versions, dict) else {}
 
 
@@ -76,9 +73,3 @@ def _of_record(record: Record) -> Iterator[tuple[str, str]]:
     yield "suite", short(record.suite, 60)
     for name, value in record.settings.items():
         yield short(spoken(name), 60), cell(value) or "none"
-
-
-def _details(name: str, settings: Iterator[tuple[str, str]], made: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [[key, value] for key, value in settings]
-    rows += [[f"version of {short(key, 40)}", cell(value)] for key, value in _versions(made[0]).items()]
-    return Table(name, ["setting", "value"], rows)

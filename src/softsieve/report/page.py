@@ -6,14 +6,16 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, ClassVar
 
 from softsieve.extras import package
 from softsieve.report.colours import SCHEMES
-from softsieve.report.words import Best
+from softsieve.report.read import Record, expect
+from softsieve.report.words import Best, Column, short
 
 LONGEST = 400  # rows of a table
 _SCRIPTS = ("page.js", "explorer.js")
@@ -27,6 +29,11 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     kind: ClassVar[str] = "table"
+
+    @classmethod
+    def of(cls, caption: str, rows: Iterable[Any], columns: Mapping[str, Column]) -> Table:
+        """A line for each row, of what each column shows of it."""
+        return cls(caption, list(columns), [[show(row) for show in columns.values()] for row in rows])
 
     @property
     def shown(self) -> Sequence[Sequence[str]]:
@@ -54,8 +61,12 @@ class Figure:
     plot: dict[str, Any]  # data and layout as plotly.js takes them
     data: Table
     key: str = ""  # of a figure that a script redraws
-    wide: bool = False  # panels side by side, which a small screen scrolls
     kind: ClassVar[str] = "figure"
+
+    @property
+    def wide(self) -> bool:
+        """Whether panels stand side by side, which a small screen scrolls."""
+        return bool(self.plot["layout"]["meta"]["wide"])
 
     @property
     def broad(self) -> bool:
@@ -94,7 +105,7 @@ Block = Table | Figure | Words | Folded | Explorer
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a section."""
+    """A heading in a section, and what is below it."""
 
     title: str
     blocks: Sequence[Block]
@@ -112,15 +123,26 @@ class Section:
     glance: Sequence[str] = ()
 
 
-@dataclass
-class _Numbers:
-    """Keys of the page's elements, none of them made of what a record says."""
+@dataclass(frozen=True)
+class Suite:
+    """Makes a section of the records of one suite, a part for each; ``words`` and ``numbers`` are fields it needs."""
 
-    given: dict[str, int] = field(default_factory=dict)
+    title: str
+    how: str
+    blocks: Callable[[Record], Iterable[Block]]
+    words: str = ""
+    numbers: str = ""
+    name: Callable[[Record], str] = lambda record: short(record.name, 60)
+    about: Callable[[Record], str] = lambda record: ""
+    gist: Callable[[Record], Iterable[str]] = lambda record: ()
 
-    def __call__(self, kind: str) -> str:
-        self.given[kind] = self.given.get(kind, 0) + 1
-        return f"{kind}-{self.given[kind]}"
+    def __call__(self, records: Sequence[Record]) -> Section:
+        """Refuses records that lack a field."""
+        for record in records:
+            expect(record, record.results, words=self.words, numbers=self.numbers)
+        parts = [Part(self.name(record), list(self.blocks(record)), self.about(record)) for record in records]
+        glance = [gist for record in records for gist in self.gist(record)]
+        return Section(self.title, self.how, parts=parts, glance=glance)
 
 
 def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str:
@@ -139,16 +161,20 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
     environment.filters["runs"] = _runs
     safe = package("markupsafe", "a report").Markup
     scripts = [plotly.get_plotlyjs(), *((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
-    number = _Numbers()
-    keys: dict[int, str] = {}  # of figures and tables, by identity
-    plots = {}
-    explorers: list[dict[str, Any]] = []
-    for block in _blocks(sections):
-        if isinstance(block, Figure):
-            keys[id(block)] = block.key or number("figure")
-            plots[keys[id(block)]] = block.plot
-        if isinstance(block, Explorer):
-            explorers += block.runs
+    counts = Counter[str]()
+
+    def number(kind: str) -> str:
+        """The next key of an element; none is made of what a record says."""
+        counts[kind] += 1
+        return f"{kind}-{counts[kind]}"
+
+    blocks = list(_blocks(sections))
+    keys = {id(block): block.key or number("figure") for block in blocks if isinstance(block, Figure)}
+    data = {
+        "figures": {keys[id(block)]: block.plot for block in blocks if isinstance(block, Figure)},
+        "schemes": SCHEMES,
+        "explorers": [run for block in blocks if isinstance(block, Explorer) for run in block.runs],
+    }
     return str(
         environment.from_string((here / "page.html.j2").read_text(encoding="utf-8")).render(
             title=title,
@@ -161,10 +187,7 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
             schemes=SCHEMES,
             scripts=[safe(script) for script in scripts],
             policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-            data={
-                name: safe(as_json(value))
-                for name, value in {"figures": plots, "schemes": SCHEMES, "explorers": explorers}.items()
-            },
+            data={name: safe(as_json(value)) for name, value in data.items()},
         )
     )
 

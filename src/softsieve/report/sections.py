@@ -1,4 +1,4 @@
-"""The sections of a page. To give a suite one of its own: a function of its records, and a line here."""
+"""The sections of a page. To give a suite one of its own: a `Suite`, and a line here."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from datetime import datetime, timezone
 from softsieve import __version__
 from softsieve.report import comparisons, costs, explorer, heads, language, made_with, plain, training
 from softsieve.report.page import Section
-from softsieve.report.read import Found, Record
-from softsieve.report.words import count, machine
+from softsieve.report.read import Record, Sources
+from softsieve.report.words import count, grouped, machine
 
 SUITES: dict[str, Callable[[Sequence[Record]], Section]] = {
     "compare": comparisons.section,
-    "head-bench": heads.bench,
-    "head-scaling": heads.scaling,
-    "head-gpu": heads.gpu,
-    "losses": costs.losses,
-    "linear": costs.linear,
-    "generate": language.generate,
-    "perplexity": language.perplexity,
+    "head-bench": heads.BENCH,
+    "head-scaling": heads.SCALING,
+    "head-gpu": heads.GPU,
+    "losses": costs.LOSSES,
+    "linear": costs.LINEAR,
+    "generate": language.GENERATE,
+    "perplexity": language.PERPLEXITY,
 }
 
 
-def sections(found: Found) -> list[Section]:
+def sections(sources: Sources) -> list[Section]:
     """All that there is something to say in, the one on what was run last."""
-    made: list[Section] = []
-    if found.runs:
-        made.append(training.section(found.runs))
-    if any(run.logits is not None for run in found.runs):
-        made.append(explorer.section(found.runs))
-    suites = dict.fromkeys(record.suite for record in found.records)
-    for suite in (*(name for name in SUITES if name in suites), *(name for name in suites if name not in SUITES)):
-        here = [record for record in found.records if record.suite == suite and record.results]
-        empty = [record for record in found.records if record.suite == suite and not record.results]
-        if here:
-            made.append(SUITES[suite](here) if suite in SUITES else plain.section(suite, here))
+    pages: list[Section] = []
+    if sources.runs:
+        pages.append(training.section(sources.runs))
+    if any(run.logits is not None for run in sources.runs):
+        pages.append(explorer.section(sources.runs))
+    suites = grouped(sources.records, lambda record: record.suite)
+    for suite in sorted(suites, key=lambda name: list(SUITES).index(name) if name in SUITES else len(SUITES)):
+        full = [record for record in suites[suite] if record.results]
+        empty = [record for record in suites[suite] if not record.results]
+        if full:
+            pages.append(SUITES.get(suite, plain.suite(suite))(full))
         if empty:
-            made.append(plain.section(suite, empty))
-    return [*made, made_with.section(found)]
+            pages.append(plain.suite(suite)(empty))
+    return [*pages, made_with.section(sources)]
 
 
-def made(found: Found) -> dict[str, str]:
+def made(sources: Sources) -> dict[str, str]:
     """When the page was made, and of what."""
-    said = [count(len(found.runs), "training run")] if found.runs else []
-    said += [count(len(found.records), "record of measurements", "records of measurements")] if found.records else []
-    everything = (*(run.record for run in found.runs), *found.records)
-    machines = [name for name in dict.fromkeys(machine(record.provenance) for record in everything) if name]
+    kinds = [count(len(sources.runs), "training run")] if sources.runs else []
+    if sources.records:
+        kinds.append(count(len(sources.records), "record of measurements", "records of measurements"))
+    machines = [name for name in dict.fromkeys(machine(record.provenance) for record in sources.all) if name]
     return {
-        "of": " and ".join(said),
+        "of": " and ".join(kinds),
         "on": "; ".join(machines[:3]) + ("; ..." if len(machines) > 3 else ""),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
