@@ -59,15 +59,11 @@ def compare(
             runs = []
             failure = None
             try:
-                for job, found in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
-                    runs.append((job, found))
-                    score = found["test"][found["settings"]["metric"]]
-                    console.print(
-                        f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score:.4f} "
-                        f"in {found['seconds']:.1f} s",
-                        highlight=False,
-                        markup=False,
-                    )
+                for job, run in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
+                    runs.append((job, run))
+                    score = f"{run['test'][run['settings']['metric']]:.4f} in {run['seconds']:.1f} s"
+                    text = f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score}"
+                    console.print(text, highlight=False, markup=False)
             except InputError as error:
                 if not runs:
                     raise
@@ -75,7 +71,7 @@ def compare(
             order = {job.name: number for number, job in enumerate(jobs)}
             runs.sort(key=lambda run: order[run[0].name])
             command = shlex.join(["softsieve", *sys.argv[1:]])
-            suite.write_results(out, [found for _, found in runs], command)
+            suite.write_results(out, [run for _, run in runs], command)
             console.print(Markdown(beside(out, ".md").read_text()))
             if failure is not None:
                 raise failure

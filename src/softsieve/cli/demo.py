@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from softsieve.cli.progress import bar
+from softsieve.cli.progress import bar, plain_console, table
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
@@ -32,8 +32,6 @@ def demo(
     from softsieve.cli.errors import one_line
 
     with one_line():
-        from rich.console import Console
-
         from softsieve.extras import package
 
         for name, what in (("accelerate", "training"), ("PIL", "images"), ("sklearn", "measuring F1")):
@@ -41,13 +39,13 @@ def demo(
         package("plotly", "the report")
         from softsieve.demo import DELTA as MARGIN
 
-        console = Console(soft_wrap=True, markup=False, highlight=False)
+        console = plain_console()
         outcomes = _train(console, out / "runs", seeds, epochs)
         results = _ask_a_head(console, out / "head.json")
         console.print(_training_table(outcomes))
         console.print(
             f"Solved: rows to train on whose label beats every other class by the margin, {MARGIN}, in the end. Under "
-            "AS-Softmax their loss and gradient are exactly 0; skipping leaves out what a look shows to be solved.\n"
+            "AS-Softmax their loss and gradient are exactly 0; skipping leaves out what screening finds solved.\n"
         )
         console.print(_head_table(results))
         console.print(
@@ -82,24 +80,25 @@ def _train(console: Console, out: Path, seeds: int, epochs: int) -> list[Outcome
 
 
 def _training_table(outcomes: Sequence[Outcome]) -> Any:
-    from rich.table import Table
-
     seeds = len({outcome.seed for outcome in outcomes})
-    table = Table(title=f"Training, mean of {seeds} seeds" if seeds > 1 else "Training, one seed")
-    for column in ("", "accuracy %", "seconds", "solved", "rows trained"):
-        table.add_column(column, justify="right" if column else "left")
-    for way in dict.fromkeys(outcome.way for outcome in outcomes):
-        runs = [outcome for outcome in outcomes if outcome.way == way]
-        accuracies = [100 * run.accuracy for run in runs]
-        spread = f" ± {statistics.stdev(accuracies):.1f}" if seeds > 1 else ""
-        table.add_row(
-            way,
-            f"{statistics.mean(accuracies):.1f}{spread}",
-            f"{statistics.median(run.seconds for run in runs):.1f}",
-            f"{statistics.mean(run.solved for run in runs):.0%}",
-            f"{statistics.mean(run.trained for run in runs):,.0f}",
-        )
-    return table
+    ways: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        ways.setdefault(outcome.way, []).append(outcome)
+
+    def accuracy(runs: list[Outcome]) -> str:
+        values = [100 * run.accuracy for run in runs]
+        spread = f" ± {statistics.stdev(values):.1f}" if seeds > 1 else ""
+        return f"{statistics.mean(values):.1f}{spread}"
+
+    columns: dict[str, Callable[[list[Outcome]], str]] = {
+        "": lambda runs: runs[0].way,
+        "accuracy %": accuracy,
+        "seconds": lambda runs: f"{statistics.median(run.seconds for run in runs):.1f}",
+        "solved": lambda runs: f"{statistics.mean(run.solved for run in runs):.0%}",
+        "rows trained": lambda runs: f"{statistics.mean(run.trained for run in runs):,.0f}",
+    }
+    title = f"Training, mean of {seeds} seeds" if seeds > 1 else "Training, one seed"
+    return table(ways.values(), columns, title=title)
 
 
 # A head
@@ -135,18 +134,13 @@ def _ask_a_head(console: Console, out: Path) -> list[Result]:
 
 
 def _head_table(results: Sequence[Result]) -> Any:
-    from rich.table import Table
-
     names = {"exact fp32": "torch, float32", "exact bf16": "torch, bfloat16", "cascade": "softsieve"}
-    table = Table(title=f"The {K} largest probabilities of {N:,}, one query at a time, {QUERIES} queries")
-    for column in ("", "right", "MB read", "ms", "built in s"):
-        table.add_column(column, justify="right" if column else "left")
-    for result in results:
-        table.add_row(
-            names[result.method],
-            f"{result.success:.1%}",
-            f"{result.bytes_mean / 1e6:.1f}",
-            f"{result.ms:.2f}",
-            f"{result.build_s:.0f}" if result.build_s else "",
-        )
-    return table
+    columns: dict[str, Callable[[Result], str]] = {
+        "": lambda result: names[result.method],
+        "right": lambda result: f"{result.success:.1%}",
+        "MB read": lambda result: f"{result.bytes_mean / 1e6:.1f}",
+        "ms": lambda result: f"{result.ms:.2f}",
+        "built in s": lambda result: f"{result.build_s:.0f}" if result.build_s else "",
+    }
+    title = f"The {K} largest probabilities of {N:,}, one query at a time, {QUERIES} queries"
+    return table(results, columns, title=title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,16 +45,16 @@ def doctor(
 def _show(console: Console, report: Report) -> None:
     _table(console, "Versions", report.versions.items())
     _table(console, "Devices", [*_machine(report.machine), *(("GPU", _gpu(gpu)) for gpu in report.gpus)])
-    _findings(console, "What computes", report.backends)
-    _findings(console, "Extras", report.extras)
-    _findings(console, "Numbers", report.numbers)
-    broken = [found for found in (*report.backends, *report.extras, *report.numbers) if found.state == "broken"]
+    _table(console, "What computes", map(_cells, report.backends))
+    _table(console, "Extras", map(_cells, report.extras))
+    _table(console, "Numbers", map(_cells, report.numbers))
+    broken = [finding for finding in report.findings if finding.state == "broken"]
     if not broken:
         console.print("All that is installed works.")
-    for found in broken:
-        console.print(f"broken: {found.name}: {found.detail}", markup=False, style="bold")
-        if found.remedy:
-            console.print(f"  try: {found.remedy}", markup=False)
+    for finding in broken:
+        console.print(f"broken: {finding.name}: {finding.detail}", markup=False, style="bold")
+        if finding.remedy:
+            console.print(f"  try: {finding.remedy}", markup=False)
 
 
 def _machine(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -74,22 +75,18 @@ def _gpu(facts: dict[str, Any]) -> str:
     )
 
 
-def _table(console: Console, title: str, rows: Any) -> None:
+def _table(console: Console, title: str, rows: Iterable[Iterable[Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows:
-        table.add_row(name, Text(str(value)))
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     console.print(table)
 
 
-def _findings(console: Console, title: str, findings: list[Finding]) -> None:
-    from rich.table import Table
+def _cells(finding: Finding) -> tuple[Any, ...]:
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_header=False)
-    for found in findings:
-        words = f"{found.detail}: {found.remedy}" if found.remedy else found.detail
-        table.add_row(Text(found.name), Text(found.state, COLOURS.get(found.state, "")), Text(words))
-    console.print(table)
+    words = f"{finding.detail}: {finding.remedy}" if finding.remedy else finding.detail
+    return finding.name, Text(finding.state, COLOURS.get(finding.state, "")), words

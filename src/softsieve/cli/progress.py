@@ -1,23 +1,31 @@
-"""The bar of commands that take long."""
+"""What commands show on a terminal: a bar while they take long, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from rich.console import Console
+    from rich.table import Table
 
     from softsieve._progress import Report
 
 
-def error_console() -> Console:
-    """The standard error as a console that prints names as they are, whatever is in them."""
+def plain_console(**options: Any) -> Console:
+    """A console that prints names as they are, whatever is in them."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    return Console(soft_wrap=True, markup=False, highlight=False, **options)
+
+
+def error_console() -> Console:
+    """The standard error."""
+    return plain_console(stderr=True)
 
 
 @contextmanager
@@ -41,3 +49,37 @@ def watched(out: Path) -> Iterator[Report]:
         expect_place(out)
         with bar(error_console()) as progress:
             yield progress
+
+
+def table(
+    rows: Iterable[Any],
+    columns: Mapping[str, Callable[[Any], str]],
+    *,
+    title: str | None = None,
+    left: Sequence[str] = ("", "method"),
+    ends: Callable[[Any], bool] = lambda row: False,
+) -> Table:
+    """A line for each row, of what each column shows of it; figures on the right.
+
+    Args:
+        rows: of any kind.
+        columns: their titles, and what they show of a row.
+        title: of the table.
+        left: columns of words.
+        ends: whether there is a line below a row.
+    """
+    from rich.table import Table
+
+    made = Table(title=title)
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        made.add_row(*(show(row) for show in columns.values()), end_section=ends(row))
+    return made
+
+
+def quiet_hugging_face(*, bars: bool | None = None) -> None:
+    """Have its libraries show errors alone, and bars of downloads on a terminal only; call it before importing them."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not (sys.stderr.isatty() if bars is None else bars):
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
