@@ -103,7 +103,7 @@ class Options:
     as_speed_up: bool = _margin("AS-Speed: larger steps the more rows are solved", False)
     accu_steps: int = _margin("batches in a step of --as-speed-up at most; 2", 2)
     accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
-    skip_solved: bool = _margin("leave solved rows out of training and look at them again later", False)
+    skip_solved: bool = _margin("leave solved rows out of training and screen them again later", False)
     tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.005")
 
     evaluation_strategy: str | None = _when(
@@ -214,14 +214,10 @@ def plain_arguments(args: Sequence[str], flags: set[str]) -> Iterator[str]:
 
 
 def steps_between(what: str, strategy: str | None, steps: int | None, usual: str, often: int, epoch: int) -> int:
-    """Optimizer steps from one evaluation, log line or checkpoint to the next.
+    """Optimizer steps from one evaluation, log line or checkpoint (``what``) to the next.
 
-    Args:
-        what: which of them, as it is called in the names of the options.
-        strategy, steps: what was asked for.
-        usual: strategy if there was nothing asked for.
-        often: steps if only "steps" was asked for.
-        epoch: what stands for once an epoch.
+    ``usual`` is the strategy when none was asked for, ``often`` the steps when only "steps" was, and ``epoch`` what
+    stands for once an epoch.
     """
     strategy = strategy or ("steps" if steps is not None else usual)
     _checks.choice(f"{what}_strategy", strategy, STRATEGIES)
@@ -269,15 +265,13 @@ def make_settings(
         _checks.number(name, value, 0, 1)
     metric = either(options.metric_for_best_model, "metric").removeprefix("eval_")
     save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
+    same = ("loss", "weight_decay", "warmup_ratio", "max_grad_norm", "save_total_limit", "greater_is_better")
     return Settings(
-        loss=options.loss,
+        **{name: getattr(options, name) for name in (*same, "graphs", "seed")},
         epochs=int(epochs),
         batch_size=batch_size,
         eval_batch_size=either(options.per_device_eval_batch_size, "eval_batch_size"),
         learning_rate=either(options.learning_rate, "learning_rate"),
-        weight_decay=options.weight_decay,
-        warmup_ratio=options.warmup_ratio,
-        max_grad_norm=options.max_grad_norm,
         delta=delta,
         initial_delta=options.initial_as_delta,
         delta_ratio=options.ratio if options.as_warm_up else 0.0,
@@ -288,11 +282,7 @@ def make_settings(
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
         save_steps=0 if save_steps == NEVER else save_steps,
-        save_total_limit=options.save_total_limit,
         metric=metric,
-        greater_is_better=options.greater_is_better,
         patience=options.early_stopping_patience,
         precision="bf16" if options.bf16 else "fp16" if options.fp16 and gpu else "no",
-        graphs=options.graphs,
-        seed=options.seed,
     )

@@ -51,9 +51,9 @@ def predict(
         if (data is None) == (not text):
             raise InputError(f"data: expected --data or --text, found {'neither' if data is None else 'both'}")
         import torch
-        from rich.console import Console
 
         from softsieve._files import replace_file
+        from softsieve.cli.progress import plain_console
         from softsieve.cli.train import metrics_table
         from softsieve.training.run import load_model
 
@@ -76,7 +76,7 @@ def predict(
                     write(file, table)
 
             replace_file(out, fill)
-        console = Console(stderr=out is None, soft_wrap=True, markup=False, highlight=False)
+        console = plain_console(stderr=out is None)
         if unknown:
             console.print(f"no metrics: {unknown}")
         elif examples.labels:

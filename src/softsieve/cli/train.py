@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from softsieve import _checks
 from softsieve._files import only_one
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
+from softsieve.cli.progress import plain_console, quiet_hugging_face, table
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 
@@ -42,11 +43,7 @@ def train(options: Options) -> None:
     """
     with one_line():
         _set_up_hugging_face(options)
-        from rich.console import Console
-
-        console = Console(
-            quiet=options.quiet or not is_main_process(), soft_wrap=True, markup=False, highlight=False
-        )  # names are printed as they are, whatever is in them
+        console = plain_console(quiet=options.quiet or not is_main_process())
         if options.trains:
             with only_one(options.output_dir, "training") if is_main_process() else nullcontext():
                 _train(options, console)
@@ -56,11 +53,10 @@ def train(options: Options) -> None:
 
 def _set_up_hugging_face(options: Options) -> None:
     """Its libraries read these when they are imported, which is later."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if options.cache_dir is not None:
         os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
-    if options.quiet or not (options.show_progress and is_main_process() and sys.stderr.isatty()):
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    shown = options.show_progress and not options.quiet and is_main_process()
+    quiet_hugging_face(bars=shown and sys.stderr.isatty())
 
 
 def _train(options: Options, console: Console) -> None:
@@ -71,11 +67,10 @@ def _train(options: Options, console: Console) -> None:
     from softsieve.training.run import train as train_task
 
     resume = _checkpoint(options)
-    data = _read(options)
-    defaults = _defaults(data, options.model_name_or_path)
+    data, model = _read(options), options.model_name_or_path
     settings = make_settings(
         options,
-        defaults,
+        _defaults(data, model),
         rows=len(data.train.inputs),
         validation=data.validation is not None,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
@@ -84,12 +79,8 @@ def _train(options: Options, console: Console) -> None:
     multilabel = data.kind == "multilabel"
     _checks.choice("loss", settings.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
     settings.objective(multilabel=multilabel)  # says now which package it lacks
-    task = Task.build(
-        data,
-        model=options.model_name_or_path,
-        max_length=options.max_seq_length,
-        workers=options.dataloader_num_workers,
-    )
+    workers = options.dataloader_num_workers
+    task = Task.build(data, model=model, max_length=options.max_seq_length, workers=workers)
     splits = encode(task, data.train, data.validation, data.test)
     _say_data(console, data, len(task.labels))
     _say_settings(console, options, settings, splits.validation is not None)
@@ -102,17 +93,15 @@ def _train(options: Options, console: Console) -> None:
         resume=resume,
         show=show,
         console=console,
-        about={"data": data.name, "model": options.model_name_or_path or "built-in"},
+        about={"data": data.name, "model": model or "built-in"},
     )
-
     if run.result.best or run.test:
         console.print(metrics_table({"validation": run.result.best, "test": run.test}))
     _say_cost(console, run, len(splits.train))
     console.print(f"model: {options.output_dir / MODEL}; a page about the run: softsieve report {options.output_dir}")
     part, decided = splits.test, run.test_decided
     if part is None and splits.validation is not None:
-        device = next(run.model.parameters()).device
-        part = splits.validation.to(device)
+        part = splits.validation.to(next(run.model.parameters()).device)
         decided = decide(task, run.model.eval(), part)
     _draw(console, options.output_dir, task, part, decided)
 
@@ -130,15 +119,13 @@ def _judge(options: Options, console: Console) -> None:
         raise InputError(f"{data.name}: expected {task.kind} as the model in {options.output_dir}, found {data.kind}")
     _say_data(console, data, len(task.labels))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for name, examples in (("validation", data.validation), ("test", data.test)):
-        if examples is None:
-            continue
-        part = task.rows(examples).to(device)
-        size = options.per_device_eval_batch_size or 128
-        decided = decide(task, model.to(device), part, batch_size=size)
-        found[name] = task.metrics(*task.by_word(decided, part))
-    console.print(metrics_table(found))
+        if examples is not None:
+            part = task.rows(examples).to(device)
+            decided = decide(task, model.to(device), part, batch_size=options.per_device_eval_batch_size or 128)
+            metrics[name] = task.metrics(*task.by_word(decided, part))
+    console.print(metrics_table(metrics))
     _draw(console, options.output_dir, task, part, decided)
 
 
@@ -160,10 +147,10 @@ def _checkpoint(options: Options) -> Path | None:
         return None
     if asked.lower() != "true":
         return Path(asked)
-    found = checkpoints(output)
-    if not found:
+    saved = checkpoints(output)
+    if not saved:
         raise InputError(f"{output}: expected a checkpoint to resume from, found none")
-    return found[-1]
+    return saved[-1]
 
 
 # Data and defaults
@@ -177,18 +164,10 @@ def _read(options: Options, kind: str | None = None) -> Data:
     if (options.data is None) == (options.task_name is None):
         found = "neither" if options.data is None else "both"
         raise InputError(f"data: expected --data or --task_name, found {found}")
-    own = {
-        "validation_data": options.validation_data,
-        "test_data": options.test_data,
-        "task": options.task,
-        "text_column": options.text_column,
-        "label_column": options.label_column,
-        "validation_share": options.validation_share,
-    }
     known = options.task_name or (options.data if not Path(str(options.data)).exists() else None)
     if options.task_name is not None or known in PRESETS:
-        for name, value in own.items():
-            if value is not None:
+        for name in ("validation_data", "test_data", "task", "text_column", "label_column", "validation_share"):
+            if getattr(options, name) is not None:
                 raise InputError(f"{name}: expected with data of your own, found with {known}, which has its own")
         data = load_preset(str(known), options.data_dir or Path("data"))
     else:
@@ -278,20 +257,15 @@ def _say_cost(console: Console, run: Run, rows: int) -> None:
     )
 
 
-def metrics_table(found: Mapping[str, Mapping[str, float]]) -> Any:
+def metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Any:
     """A table of metrics by part of the data; empty parts are left out."""
-    from rich.table import Table
 
-    found = {name: metrics for name, metrics in found.items() if metrics}
-    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
-    table = Table()
-    table.add_column("")
-    for name in names:
-        table.add_column(name if name == "loss" else f"{name} %", justify="right")
-    for part, metrics in found.items():
-        cells = [f"{metrics[name]:.4f}" if name == "loss" else f"{100 * metrics[name]:.2f}" for name in names]
-        table.add_row(part, *cells)
-    return table
+    def column(name: str) -> Callable[[tuple[str, Mapping[str, float]]], str]:
+        return lambda row: f"{row[1][name]:.4f}" if name == "loss" else f"{100 * row[1][name]:.2f}"
+
+    names = dict.fromkeys(name for values in metrics.values() for name in values)
+    columns = {name if name == "loss" else f"{name} %": column(name) for name in names}
+    return table([row for row in metrics.items() if row[1]], {"": lambda row: row[0], **columns})
 
 
 def _draw(console: Console, output: Path, task: Task, rows: Rows | None, decided: Tensor | None) -> None:
