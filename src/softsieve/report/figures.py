@@ -6,8 +6,7 @@ import html
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from softsieve.extras import package
 from softsieve.report.words import Row, number, short
@@ -19,8 +18,7 @@ HEIGHT = 380
 MOST = 12  # lines in a plot
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Points of one name, joined where they are a line."""
 
     name: str
@@ -34,8 +32,7 @@ class Trace:
     slot: int | None = None  # of its colour; else its place among the traces
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Axes with traces in them."""
 
     traces: Sequence[Trace]
@@ -43,8 +40,7 @@ class Panel:
     limit: float | None = None  # a level to compare with
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """What it says, and how."""
 
     title: str

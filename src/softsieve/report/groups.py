@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ _OF_THE_MARGIN = ("delta", "initial_delta", "delta_ratio", "delta_shape", "speed
 _UNSAID = ("seed", "labels", "parameters", "save_steps", "save_total_limit", "logging_steps", "eval_batch_size")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Runs of equal settings, the seed apart."""
 
     label: str
@@ -100,8 +99,7 @@ def name_of(settings: Row) -> str:
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A figure of the log over training, mean and deviation over the runs of a line."""
 
     label: str

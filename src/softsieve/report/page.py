@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from softsieve.extras import package
 from softsieve.report.colours import SCHEMES
@@ -21,14 +21,13 @@ LONGEST = 400  # rows of a table
 _SCRIPTS = ("page.js", "explorer.js")
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Cells of text; the first of a row names it."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    kind: ClassVar[str] = "table"
+    kind: str = "table"
 
     @classmethod
     def of(cls, caption: str, rows: Iterable[Any], columns: Mapping[str, Column]) -> Table:
@@ -52,8 +51,7 @@ def _is_figure(text: str) -> bool:
     return not text or re.match(r"-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])", text) is not None
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A plot, what is to be seen in it in words, and its data."""
 
     title: str
@@ -61,7 +59,7 @@ class Figure:
     plot: dict[str, Any]  # data and layout as plotly.js takes them
     data: Table
     key: str = ""  # of a figure that a script redraws
-    kind: ClassVar[str] = "figure"
+    kind: str = "figure"
 
     @property
     def wide(self) -> bool:
@@ -74,37 +72,33 @@ class Figure:
         return self.wide or bool(self.plot["layout"]["meta"]["broad"])
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """A paragraph."""
 
     text: str
-    kind: ClassVar[str] = "words"
+    kind: str = "words"
 
 
-@dataclass(frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """Blocks that a reader opens."""
 
     title: str
     blocks: Sequence[Table | Words]
-    kind: ClassVar[str] = "folded"
+    kind: str = "folded"
 
 
-@dataclass(frozen=True)
-class Explorer:
+class Explorer(NamedTuple):
     """The slider over real logits."""
 
     runs: Sequence[dict[str, Any]]
     plots: Sequence[Figure]
-    kind: ClassVar[str] = "explorer"
+    kind: str = "explorer"
 
 
 Block = Table | Figure | Words | Folded | Explorer
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A heading in a section, and what is below it."""
 
     title: str
@@ -112,8 +106,7 @@ class Part:
     how: str = ""
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A heading, how to read what follows, and that; ``glance`` says the gist of it."""
 
     title: str

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -19,18 +18,13 @@ from softsieve.report.words import Row, is_number, short
 RUN, LOG, LOGITS = "run.json", "log.jsonl", "logits.safetensors"
 DEPTH = 5  # folders below a given one that are searched
 _LARGEST = 2**63  # of a whole number
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a name": lambda value: isinstance(value, str),
-    "a string": lambda value: isinstance(value, str),
-    "an object": lambda value: isinstance(value, dict),
-    "a list": lambda value: isinstance(value, list),
-    "a whole number": lambda value: isinstance(value, int),
-    "a number": is_number,
+_KINDS: dict[str, Any] = {
+    "a name": str, "a string": str, "an object": dict, "a list": list,
+    "a whole number": int, "a number": int | float,
 }
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A file of results: what was measured, how, with what and when."""
 
     path: Path
@@ -41,8 +35,7 @@ class Record:
     results: Sequence[Row]
 
 
-@dataclass(frozen=True)
-class Logits:
+class Logits(NamedTuple):
     """Held-out rows of a run under its best weights."""
 
     logits: Tensor  # (rows, classes)
@@ -50,8 +43,7 @@ class Logits:
     part: str  # of the data
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A training run: its record, its log and, where it left them, logits."""
 
     record: Record
@@ -69,12 +61,11 @@ class Run:
         return self.record.results[0]
 
 
-@dataclass
-class Sources:
+class Sources(NamedTuple):
     """All that a page is made of."""
 
-    runs: list[Run] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    runs: list[Run]
+    records: list[Record]
 
     @property
     def all(self) -> list[Record]:
@@ -90,25 +81,22 @@ def read_all(paths: Sequence[Path]) -> Sources:
     """
     if not paths:
         raise InputError("runs: expected at least one folder or file, found none")
-    sources = Sources()
+    sources = Sources([], [])
     seen: set[Path] = set()
     for root in paths:
-        useful = False
-        for path in _files(root):
-            if path.resolve() in seen:
-                useful = True
+        records = [
+            _record(path, _name(path, root), strict=path in (root, path.with_name(RUN))) for path in _files(root)
+        ]
+        if not any(records):
+            raise InputError(f"{root}: expected a run's folder, with {RUN}, or records (.json), found none")
+        for record in filter(None, records):
+            if record.path.resolve() in seen:
                 continue
-            record = _record(path, _name(path, root), strict=path == root or path.name == RUN)
-            if record is None:
-                continue
-            useful = True
-            seen.add(path.resolve())
+            seen.add(record.path.resolve())
             if record.suite == "train":
                 sources.runs.append(_run(record))
             else:
                 sources.records.append(record)
-        if not useful:
-            raise InputError(f"{root}: expected a run's folder, with {RUN}, or records (.json), found none")
     return sources
 
 
@@ -155,9 +143,9 @@ def _record(path: Path, name: str, *, strict: bool) -> Record | None:
     kinds = {"suite": "a name", "settings": "an object", "provenance": "an object", "results": "a list"}
     for key, kind in kinds.items():
         _check(f"{path}", content, key, kind)
-    for number, result in enumerate(content["results"]):
-        if not isinstance(result, dict):
-            raise InputError(f"{path}: results[{number}]: expected an object, found {_short(result)}")
+    results = {f"results[{number}]": result for number, result in enumerate(content["results"])}
+    for place in results:
+        _check(f"{path}", results, place, "an object")
     return Record(path, name, *(content[key] for key in kinds))
 
 
@@ -200,8 +188,9 @@ def _short(value: Any) -> str:
 
 def _check(where: str, values: Row, name: str, kind: str) -> None:
     """Refuse a field that is missing or of another kind."""
-    if not _KINDS[kind](values.get(name)):
-        raise InputError(f"{where}: {name}: expected {kind}, found {_short(values.get(name))}")
+    value = values.get(name)
+    if not isinstance(value, _KINDS[kind]) or (kind == "a number" and isinstance(value, bool)):
+        raise InputError(f"{where}: {name}: expected {kind}, found {_short(value)}")
 
 
 def expect(record: Record, results: Sequence[Row], *, words: str = "", numbers: str = "") -> None:
@@ -231,9 +220,9 @@ def _run(record: Record) -> Run:
     return Run(record, _log(path.with_name(LOG)), _logits(path.with_name(LOGITS), record))
 
 
-def _log(path: Path) -> list[Mapping[str, Any]]:
+def _log(path: Path) -> list[Row]:
     """The lines of a log, without a last one that was cut short."""
-    entries: list[Mapping[str, Any]] = []
+    entries: list[Row] = []
     lines = _text(path).split("\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from softsieve.report.figures import Axis, Panel, Trace, dots, plot
 from softsieve.report.groups import Curve
@@ -13,8 +13,7 @@ from softsieve.report.words import number, sentence, short, some, spoken
 _POINTS = 12  # of a curve in its table
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """A metric of one way to train, over its seeds, in the unit that is shown."""
 
     label: str
