@@ -21,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import softsieve
+from softsieve import reference
 from softsieve.errors import first_line
 from softsieve.extras import EXTRAS, install
+from softsieve.reference.heads import topk_softmax
 
 DELTA = 0.1
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative errors that rounding may make
@@ -47,7 +50,7 @@ def bf16_products() -> str:
     """Matrix products in bf16, which end the process where oneDNN takes a processor for another."""
     for rows, size, classes in ((1, 8, 16), (64, 64, 64), (33, 100, 257)):
         left, right = _numbers(rows, size).bfloat16(), _numbers(classes, size).bfloat16()
-        product, _ = _with_gradient(lambda x, y=left: F.linear(y, x).float(), right)  # type: ignore[misc]
+        product, _ = _with_gradient(lambda x, y: F.linear(y, x).float(), right, left)
         _compare("products", product.bfloat16(), left.double() @ right.double().T)
     return "agree with float64"
 
@@ -68,19 +71,15 @@ def _need_triton(device: str) -> None:
 
 def losses(device: str) -> str:
     _need_triton(device)
-    from softsieve import as_cross_entropy
-
-    target = torch.arange(8, device=device)
-    return _finite(_with_gradient(lambda x: as_cross_entropy(x, target), _numbers(8, 50, device=device))[1])
+    logits, target = _numbers(8, 50, device=device), torch.arange(8, device=device)
+    return _finite(_with_gradient(softsieve.as_cross_entropy, logits, target)[1])
 
 
 def linear_loss(device: str, backend: str) -> str:
     _need_triton(device)
-    from softsieve import linear_as_cross_entropy
-
-    weight, target = _numbers(500, 32, device=device), torch.arange(8, device=device)
-    hidden = _numbers(8, 32, device=device)
-    return _finite(_with_gradient(lambda x: linear_as_cross_entropy(x, weight, target, backend=backend), hidden)[1])
+    hidden, weight = _numbers(8, 32, device=device), _numbers(500, 32, device=device)
+    target = torch.arange(8, device=device)
+    return _finite(_with_gradient(softsieve.linear_as_cross_entropy, hidden, weight, target, backend=backend)[1])
 
 
 def cascade(device: str) -> str:
@@ -172,62 +171,54 @@ def _report() -> None:
 
 def cross_entropy_numbers(device: str) -> str:
     """Loss and gradient against the definition in float64."""
-    from softsieve import as_cross_entropy, reference
-
     target = torch.arange(60) % 40
     errors = []
     for dtype in CLOSE:
         logits = (3 * _numbers(60, 40)).to(dtype)
         logits[torch.arange(0, 60, 2), target[::2]] += 9  # solved, mostly
-        ours = _with_gradient(lambda x: as_cross_entropy(x, target.to(x.device), delta=DELTA), logits.to(device))
-        truth = _with_gradient(lambda x: reference.as_cross_entropy(x, target, delta=DELTA), logits.double())
+        ours = _with_gradient(softsieve.as_cross_entropy, logits.to(device), target.to(device), delta=DELTA)
+        truth = _with_gradient(reference.as_cross_entropy, logits.double(), target, delta=DELTA)
         errors.append(_worst("as_cross_entropy", ours, truth))
     return "errors: " + ", ".join(errors)
 
 
 def delta_one_numbers(device: str) -> str:
     """With delta = 1 it is cross-entropy."""
-    from softsieve import as_cross_entropy
-
     target = (torch.arange(60) % 40).to(device)
     same = True
     for dtype in (torch.float32, torch.float64):
         logits = (3 * _numbers(60, 40)).to(device, dtype)
-        ours = _with_gradient(lambda x: as_cross_entropy(x, target, delta=1.0), logits)
-        truth = _with_gradient(lambda x: F.cross_entropy(x, target), logits)
+        ours = _with_gradient(softsieve.as_cross_entropy, logits, target, delta=1.0)
+        truth = _with_gradient(F.cross_entropy, logits, target)
         _worst("delta = 1", ours, truth)
         same &= torch.equal(ours[0], truth[0])
     return "losses have the same bits" if same else "the same to rounding"
 
 
 def multilabel_numbers(device: str) -> str:
-    from softsieve import as_multilabel_loss, reference
-
     logits, target = 2 * _numbers(30, 12).double(), _numbers(30, 12) > 1
-    ours = _with_gradient(lambda x: as_multilabel_loss(x, target.to(x.device), delta=DELTA), logits.to(device))
-    truth = _with_gradient(lambda x: reference.as_multilabel_loss(x, target.long(), delta=DELTA), logits)
+    ours = _with_gradient(softsieve.as_multilabel_loss, logits.to(device), target.to(device), delta=DELTA)
+    truth = _with_gradient(reference.as_multilabel_loss, logits, target.long(), delta=DELTA)
     return f"error: {_worst('as_multilabel_loss', ours, truth)}"
 
 
 def linear_numbers(device: str) -> str:
     """Against the loss of the logits, which it does not make."""
-    from softsieve import as_cross_entropy, linear_as_cross_entropy
-
     target = (torch.arange(48) * 7 % 300).to(device)
     errors = []
     for dtype in CLOSE:
         hidden, weight = _numbers(48, 16).to(device, dtype), _numbers(300, 16).flip(0).to(device, dtype)
         hidden[::2] = weight[target[::2]]
-        ours = _with_gradient(lambda x, w=weight: linear_as_cross_entropy(x, w, target, delta=DELTA), hidden)  # type: ignore[misc]
-        truth = _with_gradient(lambda x, w=weight: as_cross_entropy(F.linear(x, w), target, delta=DELTA), hidden)  # type: ignore[misc]
+        ours = _with_gradient(softsieve.linear_as_cross_entropy, hidden, weight, target, delta=DELTA)
+        truth = _with_gradient(
+            lambda x, w: softsieve.as_cross_entropy(F.linear(x, w), target, delta=DELTA), hidden, weight
+        )
         errors.append(_worst("linear loss", ours, truth))
     return "differences: " + ", ".join(errors)
 
 
 def head_numbers(device: str) -> str:
     """Top 1 of queries that were not calibrated with, against the exact answer, failures by what delta allows."""
-    from softsieve.reference.heads import topk_softmax
-
     counts = []
     for method in ("exact", "coordinates", "cascade"):
         if method == "cascade" and device != "cpu" and find_spec("triton") is None:
@@ -246,14 +237,12 @@ def head_numbers(device: str) -> str:
 
 def file_numbers(device: str) -> str:
     """A head that was saved and loaded answers as before."""
-    from softsieve import AdaptiveSoftmax
-
     _need_triton(device)
     head, queries = _head("cascade", device)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "head.safetensors"
         head.save(path)
-        again = AdaptiveSoftmax.load(path).to(device)
+        again = softsieve.AdaptiveSoftmax.load(path).to(device)
     before, after = (one.topk(queries[:20]) for one in (head, again))
     for name in ("indices", "probs"):
         if not torch.equal(getattr(before, name), getattr(after, name)):
@@ -289,20 +278,18 @@ def _worst(what: str, ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
     return f"{dtype} {max(_compare(f'{what}, {dtype}', *pair) for pair in zip(ours, truth, strict=True)):.0e}"
 
 
-def _with_gradient(loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def _with_gradient(loss: Callable[..., Any], x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
-    value = loss(leaf)
+    value: Tensor = loss(leaf, *others, **options)
     (gradient,) = torch.autograd.grad(value.sum(), leaf)
     return value.detach(), gradient
 
 
 def _head(method: str, device: str) -> tuple[Any, Tensor]:
     """A small head, calibrated if it has to be, and queries to ask."""
-    from softsieve import AdaptiveSoftmax
-
     scale = torch.arange(1, 33) ** -0.5
     weight, states = (_numbers(2000, 32) * scale).to(device), (_numbers(1200, 32) * scale * 3).to(device)
-    head = AdaptiveSoftmax(weight, delta=DELTA, method=method)
+    head = softsieve.AdaptiveSoftmax(weight, delta=DELTA, method=method)
     if method != "exact":
         sample = states[: 300 if method == "coordinates" else 1000]
         where = device if method == "coordinates" else "cpu"

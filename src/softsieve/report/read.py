@@ -19,8 +19,12 @@ RUN, LOG, LOGITS = "run.json", "log.jsonl", "logits.safetensors"
 DEPTH = 5  # folders below a given one that are searched
 _LARGEST = 2**63  # of a whole number
 _KINDS: dict[str, Any] = {
-    "a name": str, "a string": str, "an object": dict, "a list": list,
-    "a whole number": int, "a number": int | float,
+    "a name": str,
+    "a string": str,
+    "an object": dict,
+    "a list": list,
+    "a whole number": int,
+    "a number": int | float,
 }
 
 
