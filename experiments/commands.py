@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from softsieve._progress import Report
 from softsieve.cli.head_bench import Delta, Eps, Seed
 from softsieve.cli.progress import plain_console, quiet_hugging_face, table, watched
-
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from softsieve._progress import Report
+from softsieve.comparisons.output import SUFFIXES, beside, write_results
 
 app = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
 
@@ -25,17 +24,8 @@ def _out(default: str) -> Any:
     return typer.Option(help=f"results: {default}.csv, .png and .svg", dir_okay=False)
 
 
-def write_results(*results: Any) -> None:
-    """`softsieve.comparisons.output.write_results`, imported when there are results."""
-    from softsieve.comparisons import output
-
-    output.write_results(*results)
-
-
 def say(out: Path, rows: Sequence[Mapping[str, Any]] = (), *, more: Sequence[str] = ()) -> None:
     """The rows as a table, and where the results are; ``more`` are suffixes of further files."""
-    from softsieve.comparisons.output import SUFFIXES, beside
-
     console = plain_console()
     if rows:
         console.print(table(rows, {name: _column(name) for name in rows[0]}, left=()))
@@ -252,7 +242,6 @@ def perplexity(
         from experiments import perplexity as suite
         from softsieve import _checks
         from softsieve._records import write_record
-        from softsieve.comparisons.output import beside
         from softsieve.integrations.hidden_states import first_token, load_model, load_tokenizer, output_layer
         from softsieve.tasks.files import read_text
 

@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from softsieve._files import only_one
+from softsieve.cli.errors import one_line
+from softsieve.comparisons.output import beside
+from softsieve.comparisons.recipes import ROWS
+from softsieve.errors import InputError
 
 
 def compare(
@@ -31,20 +39,11 @@ def compare(
 
     Each run is written to OUT.runs when it is done; started again, the command makes only what is missing.
     """
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    from softsieve._files import only_one
-    from softsieve.cli.errors import one_line
-    from softsieve.errors import InputError
-
     console = Console()
     asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
         from softsieve.comparisons import losses as suite  # needs the extra train
-        from softsieve.comparisons.output import beside
-        from softsieve.comparisons.recipes import ROWS
 
         jobs = suite.plan(
             task,

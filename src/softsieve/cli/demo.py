@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from softsieve.cli.errors import one_line
+from softsieve.extras import package
+
 
 def demo(
     seeds: Annotated[int, typer.Option(min=1, help="trainings of each kind")] = 3,
@@ -14,14 +17,10 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder for the runs and the page about them")] = Path("softsieve-demo"),
 ) -> None:
     """Train with softmax and AS-Softmax, ask an adaptive head, and write a page about both."""
-    from softsieve.cli.errors import one_line
-
     with one_line():
-        from softsieve.extras import package
-
         for name, what in (("accelerate", "training"), ("PIL", "images"), ("sklearn", "measuring F1")):
             package(name, what)
         package("plotly", "the report")
-        from softsieve.cli.demo_parts import show_demo
+        from softsieve.cli.demo_parts import show_demo  # needs the extra train
 
         show_demo(out, seeds=seeds, epochs=epochs)

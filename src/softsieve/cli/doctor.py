@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from softsieve.cli.errors import one_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from softsieve.doctor import Finding, Report
+from softsieve.doctor import Finding, Report, examine
 
 COLOURS = {"works": "green", "not here": "dim", "broken": "bold red"}
 
@@ -28,10 +27,6 @@ def doctor(
     Exits with 1 when something that is installed does not work.
     """
     with one_line():
-        from rich.console import Console
-
-        from softsieve.doctor import examine
-
         with Console(stderr=True).status("looking", refresh_per_second=4) as status:
             report = examine(progress=lambda name: status.update(f"trying: {name} (the first time, kernels compile)"))
         if as_json:
@@ -76,9 +71,6 @@ def _gpu(facts: dict[str, Any]) -> str:
 
 
 def _table(console: Console, title: str, rows: Iterable[Iterable[Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left", show_header=False)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
@@ -86,7 +78,5 @@ def _table(console: Console, title: str, rows: Iterable[Iterable[Any]]) -> None:
 
 
 def _cells(finding: Finding) -> tuple[Any, ...]:
-    from rich.text import Text
-
     words = f"{finding.detail}: {finding.remedy}" if finding.remedy else finding.detail
     return finding.name, Text(finding.state, COLOURS.get(finding.state, "")), words

@@ -7,22 +7,28 @@ import warnings
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
+from rich.console import Console
+from torch import Tensor
 
+from softsieve import _checks
 from softsieve._files import check_writable
+from softsieve._records import write_record
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
 from softsieve.cli.progress import bar, error_console, plain_console, quiet_hugging_face, table
 from softsieve.errors import InputError
-
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from rich.console import Console
-    from torch import Tensor
-
-    from softsieve.heads import AdaptiveSoftmax
-    from softsieve.integrations.generation import Agreement, Choice, Written
+from softsieve.heads import AdaptiveSoftmax
+from softsieve.heads.cascade_answers import DriftWarning
+from softsieve.integrations import generation, hidden_states
+from softsieve.integrations.adaptive_head import INDEX, accelerate_head
+from softsieve.integrations.generation import Agreement, Choice, Written, figures
+from softsieve.tasks.files import read_lines, read_text
+from softsieve.tasks.hf import no_bar
+from softsieve.training.checkpoint import write_folder
 
 _WARM_UP = 4  # tokens that each head answers before those that are timed
 TOKENS_HELP = (
@@ -81,16 +87,12 @@ def generate(
         _check(dtype, eps, delta, temperature, top_k, top_p)
         if calibration is not None and index is not None:
             raise InputError("calibration: expected a text or an index, found both")
+        if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
+            raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
         asked = _prompts(prompt or [], prompts)
-        _check_places(save, out)
+        for place in filter(None, (save, out)):
+            check_writable(place)
         quiet_hugging_face()
-        import torch
-
-        from softsieve._records import write_record
-        from softsieve.integrations import generation, hidden_states
-        from softsieve.integrations.adaptive_head import INDEX
-        from softsieve.tasks.files import read_text
-
         _set_threads(threads)
         console = error_console()
         text = None if calibration is None else (str(calibration), read_text(calibration))
@@ -134,8 +136,6 @@ def _check(
     dtype: str, eps: float | None, delta: float | None, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     """Before a model is loaded."""
-    from softsieve import _checks
-
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     for name, value in {"eps": eps, "delta": delta}.items():
@@ -151,10 +151,7 @@ def _check(
 
 
 def _check_sizes(network: Any, **sizes: int | None) -> None:
-    from softsieve import _checks
-    from softsieve.integrations.hidden_states import output_layer
-
-    weight: Any = output_layer(network).weight
+    weight: Any = hidden_states.output_layer(network).weight
     for name, value in sizes.items():
         if value is not None:
             _checks.whole_number(name, value, 1, len(weight))
@@ -162,8 +159,6 @@ def _check_sizes(network: Any, **sizes: int | None) -> None:
 
 def _prompts(texts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
     """What to call each prompt, and what it says."""
-    from softsieve.tasks.files import read_lines
-
     lines = [] if file is None else read_lines(file)
     if file is not None and not lines:
         raise InputError(f"{file}: expected prompts, one a line, found none")
@@ -172,22 +167,12 @@ def _prompts(texts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
     return [*(("prompt", text) for text in texts), *lines]
 
 
-def _check_places(save: Path | None, out: Path | None) -> None:
-    if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
-        raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
-    for place in (save, out):
-        if place is not None:
-            check_writable(place)
-
-
 # What is done
 
 
 def _set_threads(threads: int | None) -> None:
     """As many for the adaptive head as for the exact one."""
     from importlib import import_module
-
-    import torch
 
     numba = import_module("numba")
     if threads is not None:
@@ -205,8 +190,6 @@ class _Writer(NamedTuple):
 
     def load_head(self, index: Path, promise: dict[str, Any], top_k: int | None) -> tuple[AdaptiveSoftmax, str]:
         """Give the model an adaptive head that was saved."""
-        from softsieve.integrations.adaptive_head import accelerate_head
-
         head = accelerate_head(self.network, index=index, **promise).head
         most = max(head.calibrations)
         if top_k is not None and top_k > most:
@@ -218,11 +201,6 @@ class _Writer(NamedTuple):
         self, text: tuple[str, str] | None, promise: dict[str, Any], **options: Any
     ) -> tuple[AdaptiveSoftmax, str]:
         """Give the model an adaptive head for a text, which has a place, or for what it writes itself."""
-        import torch
-
-        from softsieve.integrations import generation
-        from softsieve.integrations.adaptive_head import accelerate_head
-
         wrote = "that the model wrote itself, at temperature 1"
         source = f"{options['count']} tokens {wrote if text is None else 'of a text'}"
         generator = torch.Generator().manual_seed(self.seed)
@@ -246,9 +224,6 @@ class _Writer(NamedTuple):
         """All or nothing."""
         import transformers
 
-        from softsieve.tasks.hf import no_bar
-        from softsieve.training.checkpoint import write_folder
-
         def fill(part: Path) -> None:
             with no_bar(transformers.utils.logging):
                 self.network.save_pretrained(str(part))
@@ -259,11 +234,6 @@ class _Writer(NamedTuple):
 
     def write(self, starts: Sequence[tuple[str, Tensor]], tokens: int, choice: Choice) -> list[Pair]:
         """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
-        import torch
-
-        from softsieve.heads.cascade_answers import DriftWarning
-        from softsieve.integrations import generation
-
         network = self.network
 
         def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:
@@ -298,8 +268,6 @@ class _Writer(NamedTuple):
 
 
 def _say(pairs: Sequence[Pair]) -> None:
-    from softsieve.integrations.generation import figures
-
     both = [figures([getattr(pair, head) for pair in pairs]) for head in ("exact", "adaptive")]
     exact, adaptive = both
     agreed, steps = sum(pair.agreement.agreed for pair in pairs), sum(pair.agreement.steps for pair in pairs)
@@ -322,8 +290,6 @@ def _say(pairs: Sequence[Pair]) -> None:
 
 def _rows(pairs: Sequence[Pair], tokenizer: Any) -> list[dict[str, Any]]:
     """Each prompt with each head, and at the end, without a prompt, all of them together."""
-    from softsieve.integrations.generation import figures
-
     rows: list[dict[str, Any]] = []
     for prompt, some in [*((pair.prompt, [pair]) for pair in pairs), (None, pairs)]:
         for head in ("exact", "adaptive"):

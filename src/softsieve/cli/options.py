@@ -140,8 +140,8 @@ class Options:
     @property
     def asks_evaluation(self) -> bool:
         """Whether it was said that there should be evaluations on validation data."""
-        given = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
-        return self.do_eval or given or self.early_stopping_patience > 0
+        often = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
+        return self.do_eval or often or self.early_stopping_patience > 0
 
     @property
     def does_all(self) -> bool:

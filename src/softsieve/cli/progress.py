@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from rich.console import Console
-    from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-    from softsieve._progress import Report
+from softsieve._progress import Report
+from softsieve.cli.errors import one_line
+from softsieve.comparisons.output import expect_place
 
 
 def plain_console(**options: Any) -> Console:
     """A console that prints names as they are, whatever is in them."""
-    from rich.console import Console
-
     return Console(soft_wrap=True, markup=False, highlight=False, **options)
 
 
@@ -31,8 +31,6 @@ def error_console() -> Console:
 @contextmanager
 def bar(console: Console, what: str = "") -> Iterator[Report]:
     """A progress callback that moves a bar, which goes away at the end; only a terminal shows it."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
     columns = (BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=1.0)
@@ -42,9 +40,6 @@ def bar(console: Console, what: str = "") -> Iterator[Report]:
 @contextmanager
 def watched(out: Path) -> Iterator[Report]:
     """Errors in one line, a place for the results before anything is computed, and a bar of how far it is."""
-    from softsieve.cli.errors import one_line
-    from softsieve.comparisons.output import expect_place
-
     with one_line():
         expect_place(out)
         with bar(error_console()) as progress:
@@ -59,17 +54,10 @@ def table(
     left: Sequence[str] = ("", "method"),
     ends: Callable[[Any], bool] = lambda row: False,
 ) -> Table:
-    """A line for each row, of what each column shows of it; figures on the right.
+    """A line for each row, of what each column shows of it: those of words in ``left``, figures on the right.
 
-    Args:
-        rows: of any kind.
-        columns: their titles, and what they show of a row.
-        title: of the table.
-        left: columns of words.
-        ends: whether there is a line below a row.
+    There is a rule below the rows for which ``ends`` is true.
     """
-    from rich.table import Table
-
     made = Table(title=title)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right")

@@ -9,23 +9,29 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from rich.console import Console
+from torch import Tensor
+
 from softsieve import _checks
 from softsieve._files import only_one
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
 from softsieve.cli.progress import plain_console, quiet_hugging_face, table
+from softsieve.comparisons.recipes import recipe
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
+from softsieve.tasks.examples import Data, Examples, label_names
+from softsieve.tasks.metrics import are_bio, confusion_matrix_png
+from softsieve.tasks.presets import PRESETS, load_preset
+from softsieve.tasks.read import read_data
+from softsieve.tasks.task import Task
+from softsieve.training.checkpoint import checkpoints
+from softsieve.training.rows import Rows
+from softsieve.training.settings import Settings
 
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from rich.console import Console
-    from torch import Tensor
-
-    from softsieve.tasks.examples import Data, Examples
-    from softsieve.tasks.task import Task
-    from softsieve.training.rows import Rows
+if TYPE_CHECKING:  # needs the extra train
     from softsieve.training.run import Run
-    from softsieve.training.settings import Settings
 
 CONFUSION = "confusion.png"
 PRETRAINED = {"learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
@@ -42,7 +48,10 @@ def train(options: Options) -> None:
     softsieve train --task_name sst5 --model_name_or_path bert-base-uncased --fp16 --num_train_epochs 7
     """
     with one_line():
-        _set_up_hugging_face(options)
+        if options.cache_dir is not None:  # read when the libraries of Hugging Face are imported, which is later
+            os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
+        shown = options.show_progress and not options.quiet and is_main_process()
+        quiet_hugging_face(bars=shown and sys.stderr.isatty())
         console = plain_console(quiet=options.quiet or not is_main_process())
         if options.trains:
             with only_one(options.output_dir, "training") if is_main_process() else nullcontext():
@@ -51,18 +60,7 @@ def train(options: Options) -> None:
             _judge(options, console)
 
 
-def _set_up_hugging_face(options: Options) -> None:
-    """Its libraries read these when they are imported, which is later."""
-    if options.cache_dir is not None:
-        os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
-    shown = options.show_progress and not options.quiet and is_main_process()
-    quiet_hugging_face(bars=shown and sys.stderr.isatty())
-
-
 def _train(options: Options, console: Console) -> None:
-    import torch
-
-    from softsieve.tasks.task import Task
     from softsieve.training.run import MODEL, decide, encode
     from softsieve.training.run import train as train_task
 
@@ -108,8 +106,6 @@ def _train(options: Options, console: Console) -> None:
 
 def _judge(options: Options, console: Console) -> None:
     """Evaluate the model in the output folder."""
-    import torch
-
     from softsieve.training.run import decide, load_model
 
     task, model = load_model(options.output_dir)
@@ -134,7 +130,6 @@ def _judge(options: Options, console: Console) -> None:
 
 def _checkpoint(options: Options) -> Path | None:
     """Where to go on from; the output folder is refused if it holds a run that is neither resumed nor given up."""
-    from softsieve.training.checkpoint import checkpoints
     from softsieve.training.run import MODEL
 
     output, asked = options.output_dir, options.resume_from_checkpoint
@@ -158,12 +153,8 @@ def _checkpoint(options: Options) -> Path | None:
 
 def _read(options: Options, kind: str | None = None) -> Data:
     """The data, without the parts that are not asked for."""
-    from softsieve.tasks.presets import PRESETS, load_preset
-    from softsieve.tasks.read import read_data
-
     if (options.data is None) == (options.task_name is None):
-        found = "neither" if options.data is None else "both"
-        raise InputError(f"data: expected --data or --task_name, found {found}")
+        raise InputError(f"data: expected --data or --task_name, found {'neither' if options.data is None else 'both'}")
     known = options.task_name or (options.data if not Path(str(options.data)).exists() else None)
     if options.task_name is not None or known in PRESETS:
         for name in ("validation_data", "test_data", "task", "text_column", "label_column", "validation_share"):
@@ -196,24 +187,18 @@ def _read(options: Options, kind: str | None = None) -> Data:
 
 def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     """Settings that suit the data, for what is not asked for."""
-    from softsieve.comparisons.recipes import recipe
-    from softsieve.tasks.examples import label_names
-    from softsieve.tasks.metrics import are_bio
-
     metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
     if data.kind == "tokens" and are_bio(label_names(data)):
         metric = "entity_f1"
     usual = {"metric": metric, "delta": 0.1}
     if model is not None:
         return {**usual, **PRETRAINED}
-    return {**usual, **_built_in(len(data.train.inputs)), **recipe(data.name, pretrained=False)}
-
-
-def _built_in(rows: int) -> dict[str, Any]:
-    """At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows."""
+    # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
+    rows = len(data.train.inputs)
     batch_size = 16 if rows < 1000 else 64
     epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
-    return {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    return {**usual, **built_in, **recipe(data.name, pretrained=False)}
 
 
 # What is said
@@ -270,8 +255,6 @@ def metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Any:
 
 def _draw(console: Console, output: Path, task: Task, rows: Rows | None, decided: Tensor | None) -> None:
     """The confusion matrix, where a row has one label."""
-    from softsieve.tasks.metrics import confusion_matrix_png
-
     if task.kind in ("multilabel", "tokens") or rows is None or decided is None or not is_main_process():
         return
     confusion_matrix_png(output / CONFUSION, rows.target.cpu(), decided.cpu(), task.labels)

@@ -82,7 +82,7 @@ def _table(task: str, lines: Sequence[Row]) -> Table:
         "speed": figures("speed", "{:.2f}x"),
         "steps": figures("steps", "{:,.0f}"),
         "rows trained": figures("trained_rows", "{:,.0f}"),
-        "rows only looked at": figures("screened_rows", "{:,.0f}"),
+        "rows only screened": figures("screened_rows", "{:,.0f}"),
         "seeds": texts("seeds"),
     }
     return Table.of(f"{short(task, 60)}: mean ± standard deviation over seeds; the best mean in bold", lines, columns)

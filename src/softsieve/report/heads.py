@@ -98,7 +98,8 @@ def _against(record: Record, unit: str, title: str, cost: Callable[[Row], float]
     places = {name: place for place, name in enumerate(dict.fromkeys(row["corpus"] for row in rows))}
     ordered = sorted(rows, key=lambda row: (row["k"], places[row["corpus"]]))
     cases = grouped(ordered, lambda row: f"{row['corpus']}, k = {row['k']}")
-    level = _promised(record)
+    deltas = record.settings.get("deltas")
+    level = 100 * (1 - deltas[0]) if isinstance(deltas, list) and deltas and is_number(deltas[0]) else None
     plotted = panels(
         cases if len(cases) > 1 else {"": rows},
         lambda row: str(row["method"]),
@@ -130,11 +131,6 @@ def _against(record: Record, unit: str, title: str, cost: Callable[[Row], float]
         plot(plotted, Axis(title, log=True), Axis("success", suffix=" %"), columns=len(places), height=height),
         Table.of(f"{short(record.name, 60)}: success and {title}", rows, data),
     )
-
-
-def _promised(record: Record) -> float | None:
-    deltas = record.settings.get("deltas")
-    return 100 * (1 - deltas[0]) if isinstance(deltas, list) and deltas and is_number(deltas[0]) else None
 
 
 def _gist(record: Record) -> Iterator[str]:
@@ -180,11 +176,6 @@ _SIZES: dict[str, Column] = {
     **_FIGURES,
     "seconds to build": texts("build_s"),
 }
-
-
-def _about_scaling(record: Record) -> str:
-    rank = record.settings.get("rank")
-    return f"Queries of effective rank {rank:,}." if is_number(rank) else ""
 
 
 def _spread(points: Sequence[Row]) -> dict[str, Any]:
@@ -236,7 +227,7 @@ SCALING = Suite(
     "size; a method whose line is flatter gains more the larger the head is.",
     words="method",
     numbers="n d k success ms time_ratio bytes_ratio",
-    about=_about_scaling,
+    about=lambda record: figures("rank", "Queries of effective rank {:,}.")(record.settings),
     blocks=_sizes,
 )
 

@@ -19,6 +19,8 @@ from softsieve.report.words import Best, Column, short
 
 LONGEST = 400  # rows of a table
 _SCRIPTS = ("page.js", "explorer.js")
+# A number, maybe with a unit or another number; not a date, nor a version or a commit that begins like one.
+_FIGURE = re.compile(r"$|-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])")
 
 
 class Table(NamedTuple):
@@ -43,12 +45,7 @@ class Table(NamedTuple):
     def numeric(self) -> list[bool]:
         """Which columns hold numbers and are set flush right."""
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.head)
-        return [place > 0 and all(map(_is_figure, column)) for place, column in enumerate(columns)]
-
-
-def _is_figure(text: str) -> bool:
-    """A number, maybe with a unit or another number; not a date, nor a version or a commit that begins like one."""
-    return not text or re.match(r"-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])", text) is not None
+        return [place > 0 and all(map(_FIGURE.match, column)) for place, column in enumerate(columns)]
 
 
 class Figure(NamedTuple):
@@ -154,6 +151,8 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
     environment.filters["runs"] = _runs
     safe = package("markupsafe", "a report").Markup
     scripts = [plotly.get_plotlyjs(), *((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)]
+    # As the browser sees them, for the page's policy: no other scripts run.
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()) for script in scripts]
     counts = Counter[str]()
 
     def number(kind: str) -> str:
@@ -179,7 +178,7 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
             css=safe((here / "page.css").read_text(encoding="utf-8")),
             schemes=SCHEMES,
             scripts=[safe(script) for script in scripts],
-            policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+            policy=" ".join(f"'sha256-{digest.decode()}'" for digest in digests),
             data={name: safe(as_json(value)) for name, value in data.items()},
         )
     )
@@ -207,11 +206,6 @@ def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
 
 def _is_small(block: Block) -> bool:
     return isinstance(block, Figure) and not block.broad
-
-
-def _digest(script: str) -> str:
-    """Of a script as the browser sees it, for the page's policy: no other runs."""
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def as_json(value: Any) -> str:

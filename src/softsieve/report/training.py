@@ -28,7 +28,7 @@ PARTS = ("test", "validation")
 COSTS = (  # title, name in the record, factor, digits
     ("seconds", "seconds", 1, 1),
     ("rows trained", "trained", 1, 0),
-    ("rows only looked at", "screened", 1, 0),
+    ("rows only screened", "screened", 1, 0),
     ("solved when last seen %", "solved", 100, 1),
     ("steps", "steps", 1, 0),
 )
@@ -191,6 +191,6 @@ def _blocks(data: str, lines: Sequence[Line]) -> Iterator[Block]:
         ("validation", metric, "metric"),
         ("train", "solved", "solved"),
     ):
-        curves = [found for line in drawn if (found := curve(line, kind, name)) is not None]
+        curves = [one for line in drawn if (one := curve(line, kind, name)) is not None]
         if curves:
             yield curve_figure(data, curves, kind, name, _CURVES[words])
