@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from softsieve.report import plain
 from softsieve.report.figures import MOST
 from softsieve.report.groups import average
-from softsieve.report.page import Block, Part, Section, Table
+from softsieve.report.page import Block, Column, Part, Section, Table, figures, texts
 from softsieve.report.read import Record, expect
 from softsieve.report.scores import Score, curve_figure, score_figure, time_figure
-from softsieve.report.words import Best, Column, Row, cell, figures, grouped, is_number, sentence, short, spoken, texts
+from softsieve.report.words import Best, Row, cell, grouped, is_number, sentence, short, spoken
 
 NAMES = {
     "as-softmax": "AS-Softmax",

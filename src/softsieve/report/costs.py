@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from softsieve.report.figures import Axis, panels, plot
-from softsieve.report.page import Block, Figure, Suite, Table
+from softsieve.report.page import Block, Column, Figure, Suite, Table, figures, sizes, texts
 from softsieve.report.read import Record
-from softsieve.report.words import Best, Column, Row, cell, figures, grouped, short, sizes, texts
+from softsieve.report.words import Best, Row, cell, grouped, short
 
 
 def _name(record: Record) -> str:

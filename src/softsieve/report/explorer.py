@@ -15,9 +15,9 @@ from softsieve.extras import package
 from softsieve.losses import as_keep_mask
 from softsieve.report.figures import finish
 from softsieve.report.groups import data_sets
-from softsieve.report.page import Explorer, Figure, Section, Table
+from softsieve.report.page import Column, Explorer, Figure, Section, Table
 from softsieve.report.read import Logits, Run
-from softsieve.report.words import Column, cell, is_number, short, some
+from softsieve.report.words import cell, is_number, short, some
 
 STEPS = 100  # of the slider, from 0 to 1
 SHOWN = 24  # classes of a row

@@ -7,23 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from softsieve.report.figures import Axis, panels, plot
-from softsieve.report.page import Block, Figure, Suite, Table, Words
+from softsieve.report.page import Block, Column, Figure, Suite, Table, Words, figures, sizes, texts
 from softsieve.report.read import Record
-from softsieve.report.words import (
-    Best,
-    Column,
-    Row,
-    cell,
-    figures,
-    grouped,
-    is_number,
-    list_of,
-    number,
-    sentence,
-    short,
-    sizes,
-    texts,
-)
+from softsieve.report.words import Best, Row, cell, grouped, is_number, list_of, number, sentence, short
 
 _FIGURES: dict[str, Column] = {
     "less time": figures("time_ratio", "{:.2f}x"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from softsieve.report.page import Block, Folded, Suite, Table
+from softsieve.report.page import Block, Column, Folded, Suite, Table, figures, texts
 from softsieve.report.read import Record
-from softsieve.report.words import Column, Row, cell, figures, is_number, short, texts
+from softsieve.report.words import Row, cell, is_number, short
 
 
 def _name(record: Record) -> str:

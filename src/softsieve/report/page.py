@@ -15,12 +15,43 @@ from typing import Any, NamedTuple
 from softsieve.extras import package
 from softsieve.report.colours import SCHEMES
 from softsieve.report.read import Record, expect
-from softsieve.report.words import Best, Column, short
+from softsieve.report.words import Best, Row, cell, is_number, number, short
 
 LONGEST = 400  # rows of a table
 _SCRIPTS = ("page.js", "explorer.js")
 # A number, maybe with a unit or another number; not a date, nor a version or a commit that begins like one.
 _FIGURE = re.compile(r"$|-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])")
+
+
+Column = Callable[[Any], str]  # what it shows of a row, whatever that is
+
+
+def figures(name: str, form: str | int = "{:.2f}", scale: float = 1) -> Column:
+    """A field's numbers in a format, or to so many digits; nothing where a row has none.
+
+    Example:
+        >>> show = figures("success", "{:.1f}", 100)
+        >>> show({"success": 0.5}), show({}), figures("ms", 3)({"ms": 1.2345})
+        ('50.0', '', '1.23')
+    """
+
+    def show(row: Row) -> str:
+        value = row.get(name)
+        if not is_number(value):
+            return ""
+        return number(scale * value, form) if isinstance(form, int) else form.format(scale * value)
+
+    return show
+
+
+def texts(name: str, longest: int = 60) -> Column:
+    """A field as it is, not too long."""
+    return lambda row: short(cell(row.get(name)), longest)
+
+
+def sizes(*names: str) -> Column:
+    """Whole numbers as a shape: 50,257 x 768."""
+    return lambda row: " x ".join(f"{row[name]:,}" for name in names)
 
 
 class Table(NamedTuple):
@@ -155,13 +186,13 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()) for script in scripts]
     counts = Counter[str]()
 
-    def number(kind: str) -> str:
+    def next_key(kind: str) -> str:
         """The next key of an element; none is made of what a record says."""
         counts[kind] += 1
         return f"{kind}-{counts[kind]}"
 
     blocks = list(_blocks(sections))
-    keys = {id(block): block.key or number("figure") for block in blocks if isinstance(block, Figure)}
+    keys = {id(block): block.key or next_key("figure") for block in blocks if isinstance(block, Figure)}
     data = {
         "figures": {keys[id(block)]: block.plot for block in blocks if isinstance(block, Figure)},
         "schemes": SCHEMES,
@@ -173,7 +204,7 @@ def render(title: str, sections: Sequence[Section], made: dict[str, str]) -> str
             sections=sections,
             glance=[words for section in sections for words in section.glance],
             made=made,
-            number=number,
+            number=next_key,
             key=lambda block: keys[id(block)],
             css=safe((here / "page.css").read_text(encoding="utf-8")),
             schemes=SCHEMES,

@@ -22,6 +22,11 @@ class Score(NamedTuple):
     runs: int
     seconds: float
 
+    @property
+    def text(self) -> str:
+        """Mean and deviation; the mean alone where there is one run."""
+        return f"{self.mean:,.2f}" + (f" ± {self.deviation:,.2f}" if self.runs > 1 else "")
+
 
 def scale_of(metric: str) -> tuple[float, str]:
     """Factor and unit: shares are shown in per cent."""

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from softsieve.report.figures import MOST
 from softsieve.report.groups import Line, curve, data_sets
-from softsieve.report.page import Block, Part, Section, Table, Words
+from softsieve.report.page import Block, Column, Part, Section, Table, Words
 from softsieve.report.read import Run
 from softsieve.report.scores import Score, curve_figure, scale_of, score_figure, time_figure
-from softsieve.report.words import (
-    Best,
-    Column,
-    cell,
-    count,
-    deviation,
-    list_of,
-    machine,
-    sentence,
-    short,
-    spoken,
-    spread,
-)
+from softsieve.report.words import Best, cell, count, deviation, list_of, machine, sentence, short, spoken, spread
 
 PARTS = ("test", "validation")
 COSTS = (  # title, name in the record, factor, digits
@@ -39,8 +28,9 @@ def section(runs: Sequence[Run]) -> Section:
     parts: list[Part] = []
     glance: list[str] = []
     for data, lines in data_sets(runs):
-        parts.append(Part(title=short(data, 80), how=_about(lines), blocks=list(_blocks(data, lines))))
-        glance += _gist(data, lines)
+        judged = _judge(lines)
+        parts.append(Part(short(data, 80), list(_blocks(data, lines, judged)), _about(lines)))
+        glance += _gist(data, lines, judged)
     return Section(
         title="Trained models",
         how="Each line of a table is one way to train; mean ± standard deviation over runs that differ in the seed "
@@ -72,35 +62,42 @@ def _about(lines: Sequence[Line]) -> str:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def judged(lines: Sequence[Line]) -> tuple[str, str]:
-    """The part of the data and the metric that lines are compared by: test rows, where there are any."""
-    metric = lines[0].settings["metric"]
+class _Judged(NamedTuple):
+    """What lines are compared by, and how they do: the metric on test rows, where all lines have those."""
+
+    part: str  # of the data
+    metric: str
+    sign: int  # 1 where more of the metric is better, else -1
+    scores: list[Score]  # of the lines that have one
+
+    @property
+    def what(self) -> str:
+        """The part and the metric in words."""
+        return f"{self.part} {spoken(self.metric)}"
+
+
+def _judge(lines: Sequence[Line]) -> _Judged:
+    settings = lines[0].settings
+    metric, more = settings["metric"], settings.get("greater_is_better")
     part = "test" if all(line.values("test", metric) for line in lines) else "validation"
-    return part, metric
+    scale, _ = scale_of(metric)
+    scores = []
+    for line in lines:
+        if values := line.values(part, metric):
+            mean, seconds = scale * fmean(values), fmean(line.figures("seconds"))
+            scores.append(Score(line.label, mean, scale * deviation(values), len(values), seconds))
+    return _Judged(part, metric, 1 if (metric != "loss" if more is None else more) else -1, scores)
 
 
-def _best(lines: Sequence[Line], part: str, metric: str) -> Line | None:
-    """The line of the best mean."""
-    scored = [line for line in lines if line.values(part, metric)]
-    return max(scored, key=lambda line: _sign(line, metric) * fmean(line.values(part, metric)), default=None)
-
-
-def _sign(line: Line, metric: str) -> int:
-    """1 where more of the metric is better, else -1."""
-    more = line.settings.get("greater_is_better") if metric == line.settings["metric"] else None
-    return 1 if (metric != "loss" if more is None else more) else -1
-
-
-def _table(data: str, lines: Sequence[Line]) -> Table:
-    part, chosen = judged(lines)
+def _table(data: str, lines: Sequence[Line], judged: _Judged) -> Table:
     measured = {
         (where, name) for line in lines for run in line.runs for where in PARTS for name in run.result.get(where) or {}
     }
     # Those that lines are compared by come first.
-    ordered = sorted(measured, key=lambda pair: (PARTS.index(pair[0]), pair[1] != chosen, pair[1] == "loss", pair[1]))
-    scores = {pair: _score(lines, *pair) for pair in ordered}
+    ordered = sorted(measured, key=lambda m: (PARTS.index(m[0]), m[1] != judged.metric, m[1] == "loss", m[1]))
+    scores = {pair: _score(lines, *pair, judged) for pair in ordered}
     titles = {(where, name): f"{where} {spoken(name)}{scale_of(name)[1]}" for where, name in ordered}
-    first = (part, chosen)
+    first = judged.part, judged.metric
     columns: dict[str, Column] = {
         "trained with": lambda line: line.label,
         "seeds": lambda line: line.seeds,
@@ -112,9 +109,10 @@ def _table(data: str, lines: Sequence[Line]) -> Table:
     return Table.of(f"{short(data, 80)}: mean ± standard deviation over seeds; the best in bold", lines, used)
 
 
-def _score(lines: Sequence[Line], part: str, metric: str) -> Column:
+def _score(lines: Sequence[Line], part: str, metric: str, judged: _Judged) -> Column:
     scale, _ = scale_of(metric)
-    best = _best(lines, part, metric) if len(lines) > 1 and metric == lines[0].settings["metric"] else None
+    scored = [line for line in lines if line.values(part, metric) and metric == judged.metric and len(lines) > 1]
+    best = max(scored, key=lambda line: judged.sign * fmean(line.values(part, metric)), default=None)
 
     def show(line: Line) -> str:
         text = spread(line.values(part, metric), scale=scale, digits=2 if scale > 1 else 3)
@@ -127,70 +125,49 @@ def _cost(name: str, scale: float, digits: int) -> Column:
     return lambda line: spread(line.figures(name), scale=scale, digits=digits)
 
 
-def _gist(data: str, lines: Sequence[Line]) -> Iterator[str]:
-    part, metric = judged(lines)
-    best = _best(lines, part, metric)
-    if best is None:
+def _gist(data: str, lines: Sequence[Line], judged: _Judged) -> Iterator[str]:
+    scores, unit = judged.scores, scale_of(judged.metric)[1]
+    if not scores:
         return
-    scale, unit = scale_of(metric)
-
-    def said(line: Line) -> str:
-        return f"{spread(line.values(part, metric), scale=scale)}{unit}"
-
-    text = f"{short(data, 60)}: {best.label} has the best {part} {spoken(metric)}, {said(best)}"
-    base = next((line for line in lines if line.label == "softmax"), None)
-    if base is not None and base is not best and base.values(part, metric):
-        gap = abs(fmean(best.values(part, metric)) - fmean(base.values(part, metric)))
-        noise = max(deviation(best.values(part, metric)), deviation(base.values(part, metric)))
-        within = "the same" if gap == 0 else "a difference within one deviation" if gap <= noise else ""
-        text += f"; softmax has {said(base)}" + (f", {within}" if within else "")
+    best = max(scores, key=lambda score: judged.sign * score.mean)
+    base = next((score for score in scores if score.label == "softmax"), None)
+    text = f"{short(data, 60)}: {best.label} has the best {judged.what}, {best.text}{unit}"
+    if base is not None and base is not best:
+        gap, noise = abs(best.mean - base.mean), max(best.deviation, base.deviation)
+        within = ", the same" if gap == 0 else ", a difference within one deviation" if gap <= noise else ""
+        text += f"; softmax has {base.text}{unit}{within}"
     yield text + "."
-    if base is None or len({machine(run.record.provenance) for line in lines for run in line.runs}) > 1:
-        return
-    timed = [line for line in lines if line.figures("seconds") and line.values(part, metric)]
-    fastest = min(timed, key=lambda line: fmean(line.figures("seconds")), default=base)
-    if fastest is not base and base in timed:
-        ratio = fmean(base.figures("seconds")) / fmean(fastest.figures("seconds"))
+    fastest = min(scores, key=lambda score: score.seconds)
+    machines = {machine(run.record.provenance) for line in lines for run in line.runs}
+    if base is not None and fastest is not base and len(machines) == 1:
         yield (
-            f"{short(data, 60)}: {fastest.label} takes {ratio:.1f} times less time than softmax; its {part} "
-            f"{spoken(metric)} is {said(fastest)}, that of softmax {said(base)}."
+            f"{short(data, 60)}: {fastest.label} takes {base.seconds / fastest.seconds:.1f} times less time than "
+            f"softmax; its {judged.what} is {fastest.text}{unit}, that of softmax {base.text}{unit}."
         )
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
-_CURVES = {
+_TRAINED = {
     "loss": "Losses of different names are different functions: compare their shapes, not their heights.",
-    "metric": "Measured on rows that were not trained on.",
     "solved": "Of the rows that were trained: solved ones get no gradient. Those that skipping leaves out are not "
     "among them.",
 }
 
 
-def _blocks(data: str, lines: Sequence[Line]) -> Iterator[Block]:
-    yield _table(data, lines)
-    part, metric = judged(lines)
-    scale, unit = scale_of(metric)
-    what = f"{part} {spoken(metric)}"
-    scored = [line for line in lines if line.values(part, metric)]
-    best = sorted(scored, key=lambda line: -_sign(line, metric) * fmean(line.values(part, metric)))[:MOST]
-    drawn = [line for line in lines if line in best] or list(lines[:MOST])
+def _blocks(data: str, lines: Sequence[Line], judged: _Judged) -> Iterator[Block]:
+    yield _table(data, lines, judged)
+    what, unit, scores = judged.what, scale_of(judged.metric)[1], judged.scores
+    best = {score.label for score in sorted(scores, key=lambda score: -judged.sign * score.mean)[:MOST]}
+    drawn = [line for line in lines if line.label in best] or list(lines[:MOST])
     if len(lines) > len(drawn):
         yield Words(f"The curves are those of the {len(drawn)} lines with the best {what}.")
-    if len(scored) > 1:
-        values = [(line, line.values(part, metric)) for line in scored]
-        scores = [
-            Score(line.label, scale * fmean(v), scale * deviation(v), len(v), fmean(line.figures("seconds")))
-            for line, v in values
-        ]
+    if len(scores) > 1:
         yield score_figure(data, what, unit, scores)
         note = " Times compare only between runs on one machine."
         yield time_figure(data, what, unit, scores, "seconds of training", note)
-    for kind, name, words in (
-        ("train", "loss", "loss"),
-        ("validation", metric, "metric"),
-        ("train", "solved", "solved"),
-    ):
+    for kind, name in (("train", "loss"), ("validation", judged.metric), ("train", "solved")):
         curves = [one for line in drawn if (one := curve(line, kind, name)) is not None]
         if curves:
-            yield curve_figure(data, curves, kind, name, _CURVES[words])
+            words = "Measured on rows that were not trained on." if kind == "validation" else _TRAINED[name]
+            yield curve_figure(data, curves, kind, name, words)

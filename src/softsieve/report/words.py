@@ -10,7 +10,6 @@ from typing import Any, TypeGuard, TypeVar
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 Row = Mapping[str, Any]
-Column = Callable[[Any], str]  # a cell of its column, of whatever stands for a row
 
 LONGEST = 240  # characters of a cell
 
@@ -179,34 +178,3 @@ def some(size: int, most: int) -> list[int]:
         ([0, 1, 2], [0, 25, 50, 75, 100])
     """
     return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
-
-
-# -- columns of tables -------------------------------------------------------------------------------------------------
-
-
-def figures(name: str, form: str | int = "{:.2f}", scale: float = 1) -> Column:
-    """A field's numbers in a format, or to so many digits; nothing where a row has none.
-
-    Example:
-        >>> show = figures("success", "{:.1f}", 100)
-        >>> show({"success": 0.5}), show({}), figures("ms", 3)({"ms": 1.2345})
-        ('50.0', '', '1.23')
-    """
-
-    def show(row: Row) -> str:
-        value = row.get(name)
-        if not is_number(value):
-            return ""
-        return number(scale * value, form) if isinstance(form, int) else form.format(scale * value)
-
-    return show
-
-
-def texts(name: str, longest: int = 60) -> Column:
-    """A field as it is, not too long."""
-    return lambda row: short(cell(row.get(name)), longest)
-
-
-def sizes(*names: str) -> Column:
-    """Whole numbers as a shape: 50,257 x 768."""
-    return lambda row: " x ".join(f"{row[name]:,}" for name in names)
