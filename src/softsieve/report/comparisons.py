@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from softsieve.report import plain
 from softsieve.report.figures import MOST
 from softsieve.report.groups import average
-from softsieve.report.page import Block, Column, Part, Section, Table, figures, texts
+from softsieve.report.page import Block, Column, Part, Section, Table, numbers, texts
 from softsieve.report.read import Record, expect
 from softsieve.report.scores import Score, curve_figure, score_figure, time_figure
 from softsieve.report.words import Best, Row, cell, grouped, is_number, sentence, short, spoken
@@ -77,12 +77,12 @@ def _table(task: str, lines: Sequence[Row]) -> Table:
     columns: dict[str, Column] = {
         "trained with": _name,
         f"{spoken(lines[0]['metric'])} %": lambda line: Best(_score(line)) if line is best else _score(line),
-        "p": figures("p", "{:.3f}"),
+        "p": numbers("p", "{:.3f}"),
         "seconds": _seconds,
-        "speed": figures("speed", "{:.2f}x"),
-        "steps": figures("steps", "{:,.0f}"),
-        "rows trained": figures("trained_rows", "{:,.0f}"),
-        "rows only screened": figures("screened_rows", "{:,.0f}"),
+        "speed": numbers("speed", "{:.2f}x"),
+        "steps": numbers("steps", "{:,.0f}"),
+        "rows trained": numbers("trained_rows", "{:,.0f}"),
+        "rows only screened": numbers("screened_rows", "{:,.0f}"),
         "seeds": texts("seeds"),
     }
     return Table.of(f"{short(task, 60)}: mean ± standard deviation over seeds; the best mean in bold", lines, columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from softsieve.report.figures import Axis, panels, plot
-from softsieve.report.page import Block, Column, Figure, Suite, Table, figures, sizes, texts
+from softsieve.report.page import Block, Column, Figure, Suite, Table, numbers, sizes, texts
 from softsieve.report.read import Record
 from softsieve.report.words import Best, Row, cell, grouped, short
 
@@ -45,8 +45,8 @@ def _ratios(record: Record, share: str, size: Column, caption: str) -> Figure:
             {
                 "method": texts("method"),
                 "size": size,
-                f"{share} rows %": figures(share, "{:.1f}", 100),
-                "time ratio": figures("time_ratio", "{:.3f}"),
+                f"{share} rows %": numbers(share, "{:.1f}", 100),
+                "time ratio": numbers("time_ratio", "{:.3f}"),
             },
         ),
     )
@@ -56,11 +56,11 @@ def _losses(record: Record) -> Iterator[Block]:
     rows, size = record.results, sizes("rows", "classes")
     columns: dict[str, Column] = {
         "rows x classes": size,
-        "solved rows %": figures("solved", "{:.0f}", 100),
-        "ms": figures("ms", 3),
+        "solved rows %": numbers("solved", "{:.0f}", 100),
+        "ms": numbers("ms", 3),
         "time": _time,
-        "peak MB": figures("peak_mb", 3),
-        "memory": figures("memory_ratio", "{:.2f}x"),
+        "peak MB": numbers("peak_mb", 3),
+        "memory": numbers("memory_ratio", "{:.2f}x"),
     }
     yield _table(record, columns)
     best = min((r for r in rows if r["time_ratio"] != 1), key=lambda r: float(r["time_ratio"]), default=rows[0])
@@ -75,13 +75,13 @@ def _linear(record: Record) -> Iterator[Block]:
     size = sizes("rows", "size", "classes")
     columns: dict[str, Column] = {
         "rows x width x classes": size,
-        "dense rows %": figures("dense", "{:.0f}", 100),
-        "solved rows %": figures("solved", "{:.0f}", 100),
-        "ms": figures("ms", 3),
+        "dense rows %": numbers("dense", "{:.0f}", 100),
+        "solved rows %": numbers("solved", "{:.0f}", 100),
+        "ms": numbers("ms", 3),
         "time": _time,
-        "extra MB": figures("extra_mb", 4),
-        "error of hidden gradient": figures("hidden_error", "{:.2g}"),
-        "error of weight gradient": figures("weight_error", "{:.2g}"),
+        "extra MB": numbers("extra_mb", 4),
+        "error of hidden gradient": numbers("hidden_error", "{:.2g}"),
+        "error of weight gradient": numbers("weight_error", "{:.2g}"),
     }
     yield _table(record, columns)
     best = min(record.results, key=lambda r: float(r["time_ratio"]))

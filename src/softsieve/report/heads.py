@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from softsieve.report.figures import Axis, panels, plot
-from softsieve.report.page import Block, Column, Figure, Suite, Table, Words, figures, sizes, texts
+from softsieve.report.page import Block, Column, Figure, Suite, Table, Words, numbers, sizes, texts
 from softsieve.report.read import Record
 from softsieve.report.words import Best, Row, cell, grouped, is_number, list_of, number, sentence, short
 
 _FIGURES: dict[str, Column] = {
-    "less time": figures("time_ratio", "{:.2f}x"),
-    "fewer bytes": figures("bytes_ratio", "{:.2f}x"),
-    "success %": figures("success", "{:.1f}", 100),
+    "less time": numbers("time_ratio", "{:.2f}x"),
+    "fewer bytes": numbers("bytes_ratio", "{:.2f}x"),
+    "success %": numbers("success", "{:.1f}", 100),
 }
 
 
@@ -63,9 +63,9 @@ _POINTS: dict[str, Column] = {
     "success %": _FIGURES["success %"],
     "ms (20 to 80 %)": _ms,
     "less time": _FIGURES["less time"],
-    "MB read": figures("bytes_mean", "{:,.2f}", 1e-6),
+    "MB read": numbers("bytes_mean", "{:,.2f}", 1e-6),
     "fewer bytes": _FIGURES["fewer bytes"],
-    "read in full %": figures("exact_share", "{:.1f}", 100),
+    "read in full %": numbers("exact_share", "{:.1f}", 100),
     "index MB": texts("index_mb"),
 }
 
@@ -81,9 +81,12 @@ def _points(record: Record) -> Iterator[Block]:
 def _against(record: Record, unit: str, title: str, cost: Callable[[Row], float]) -> Figure:
     """Success against what an answer costs, a panel for each text and k."""
     rows = record.results
-    places = {name: place for place, name in enumerate(dict.fromkeys(row["corpus"] for row in rows))}
-    ordered = sorted(rows, key=lambda row: (row["k"], places[row["corpus"]]))
-    cases = grouped(ordered, lambda row: f"{row['corpus']}, k = {row['k']}")
+    corpora, ks = list(dict.fromkeys(row["corpus"] for row in rows)), sorted({row["k"] for row in rows})
+    cases = {
+        f"{corpus}, k = {k}": [row for row in rows if (row["k"], row["corpus"]) == (k, corpus)]
+        for k in ks
+        for corpus in corpora
+    }
     deltas = record.settings.get("deltas")
     level = 100 * (1 - deltas[0]) if isinstance(deltas, list) and deltas and is_number(deltas[0]) else None
     plotted = panels(
@@ -100,13 +103,13 @@ def _against(record: Record, unit: str, title: str, cost: Callable[[Row], float]
     )
     promise = f" The dashed line is that promise, {level:g} %." if level else ""
     cheap = min((row for row in rows if 100 * row["success"] >= (level or 0)), key=cost, default=rows[0])
-    height = 330 if len({row["k"] for row in rows}) > 1 else 400
+    height = 330 if len(ks) > 1 else 400
     data: dict[str, Column] = {
         "method": _method,
         "text": lambda row: str(row["corpus"]),
         "k": texts("k"),
         unit: lambda row: number(cost(row)),
-        "success %": figures("success", "{:.2f}", 100),
+        "success %": numbers("success", "{:.2f}", 100),
     }
     return Figure(
         f"Success against {'time' if unit == 'ms' else 'bytes read'}",
@@ -114,7 +117,7 @@ def _against(record: Record, unit: str, title: str, cost: Callable[[Row], float]
         f"with {'the success that is promised' if level else 'any success'}: "
         f"{_method(cheap)} on {cheap['corpus']}, k = {cheap['k']}: {number(cost(cheap), 3)} {unit} at "
         f"{100 * cheap['success']:.1f} % success.{promise}",
-        plot(plotted, Axis(title, log=True), Axis("success", suffix=" %"), columns=len(places), height=height),
+        plot(plotted, Axis(title, log=True), Axis("success", suffix=" %"), columns=len(corpora), height=height),
         Table.of(f"{short(record.name, 60)}: success and {title}", rows, data),
     )
 
@@ -158,7 +161,7 @@ _SIZES: dict[str, Column] = {
     "classes": texts("n"),
     "dimensions": texts("d"),
     "k": texts("k"),
-    "ms": figures("ms", 3),
+    "ms": numbers("ms", 3),
     **_FIGURES,
     "seconds to build": texts("build_s"),
 }
@@ -193,8 +196,8 @@ def _sizes(record: Record) -> Iterator[Block]:
         names[fixed]: texts(fixed),
         "k": texts("k"),
         names[varied]: texts(varied),
-        "ms": figures("ms", 4),
-        "success %": figures("success", "{:.2f}", 100),
+        "ms": numbers("ms", 4),
+        "success %": numbers("success", "{:.2f}", 100),
     }
     ticks = sorted({row[varied] for row in rows})
     yield Figure(
@@ -213,7 +216,7 @@ SCALING = Suite(
     "size; a method whose line is flatter gains more the larger the head is.",
     words="method",
     numbers="n d k success ms time_ratio bytes_ratio",
-    about=lambda record: figures("rank", "Queries of effective rank {:,}.")(record.settings),
+    about=lambda record: numbers("rank", "Queries of effective rank {:,}.")(record.settings),
     blocks=_sizes,
 )
 
@@ -231,7 +234,7 @@ def _batches(record: Record) -> Iterator[Block]:
         "classes x dimensions": size,
         "batch": texts("batch"),
         "µs": lambda row: Best(number(row["us"])) if id(row) in fastest else number(row["us"]),
-        "less time": figures("over_product", "{:.2f}x"),
+        "less time": numbers("over_product", "{:.2f}x"),
         "fewer bytes": _FIGURES["fewer bytes"],
         "success %": _FIGURES["success %"],
     }
@@ -240,7 +243,7 @@ def _batches(record: Record) -> Iterator[Block]:
         grouped(rows, size), lambda row: str(row["method"]), lambda row: row["batch"], lambda row: row["us"]
     )
     top = max(rows, key=lambda row: row["over_product"])
-    data = {"method": texts("method"), "classes x dimensions": size, "batch": texts("batch"), "µs": figures("us", 4)}
+    data = {"method": texts("method"), "classes x dimensions": size, "batch": texts("batch"), "µs": numbers("us", 4)}
     ticks = sorted({row["batch"] for row in rows})
     yield Figure(
         "Time against batch size",

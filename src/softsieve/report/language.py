@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from softsieve.report.page import Block, Column, Folded, Suite, Table, figures, texts
+from softsieve.report.page import Block, Column, Folded, Suite, Table, numbers, texts
 from softsieve.report.read import Record
 from softsieve.report.words import Row, cell, is_number, short
 
@@ -31,10 +31,10 @@ _WRITTEN: dict[str, Column] = {
     "prompt": lambda row: short(str(row.get("prompt") or "all prompts"), 60),
     "head": lambda row: str(row["head"]),
     "tokens": texts("tokens"),
-    "tokens/s": figures("tokens_per_second", "{:.1f}"),
-    "ms in the head": figures("head_ms", 3),
-    "time in the head %": figures("head_share", "{:.1f}", 100),
-    "MB read a token": figures("bytes_read", "{:,.1f}", 1e-6),
+    "tokens/s": numbers("tokens_per_second", "{:.1f}"),
+    "ms in the head": numbers("head_ms", 3),
+    "time in the head %": numbers("head_share", "{:.1f}", 100),
+    "MB read a token": numbers("bytes_read", "{:,.1f}", 1e-6),
     "read in full": texts("exactly"),
     "agreed": _agreed,
 }
@@ -47,10 +47,10 @@ _PERPLEXITY: dict[str, Column] = {
     "head": lambda row: str(row["head"]),
     "k": lambda row: cell(row.get("k")) or "all",
     "tokens": texts("tokens"),
-    "perplexity": figures("perplexity", "{:.3f}"),
-    "over the exact one": lambda row: f"{row['ratio']:.4f}" + figures("ratio_error", " ± {:.4f}")(row),
-    "read in full %": figures("exact_share", "{:.1f}", 100),
-    "fewer bytes": figures("bytes_ratio", "{:.2f}x"),
+    "perplexity": numbers("perplexity", "{:.3f}"),
+    "over the exact one": lambda row: f"{row['ratio']:.4f}" + numbers("ratio_error", " ± {:.4f}")(row),
+    "read in full %": numbers("exact_share", "{:.1f}", 100),
+    "fewer bytes": numbers("bytes_ratio", "{:.2f}x"),
 }
 
 

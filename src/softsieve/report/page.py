@@ -26,12 +26,12 @@ _FIGURE = re.compile(r"$|-?\d[\d,]*(\.\d+)?(e-?\d+)?x?($|[ /])")
 Column = Callable[[Any], str]  # what it shows of a row, whatever that is
 
 
-def figures(name: str, form: str | int = "{:.2f}", scale: float = 1) -> Column:
+def numbers(name: str, form: str | int = "{:.2f}", scale: float = 1) -> Column:
     """A field's numbers in a format, or to so many digits; nothing where a row has none.
 
     Example:
-        >>> show = figures("success", "{:.1f}", 100)
-        >>> show({"success": 0.5}), show({}), figures("ms", 3)({"ms": 1.2345})
+        >>> show = numbers("success", "{:.1f}", 100)
+        >>> show({"success": 0.5}), show({}), numbers("ms", 3)({"ms": 1.2345})
         ('50.0', '', '1.23')
     """
 
