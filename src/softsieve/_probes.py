@@ -137,12 +137,6 @@ def _train() -> None:
     transformers.BertConfig(hidden_size=8)
 
 
-def _lightning() -> None:
-    from softsieve.integrations.lightning import DeltaCallback
-
-    DeltaCallback(0.1)
-
-
 def _rivals() -> None:
     import faiss
 
@@ -317,8 +311,10 @@ NUMBERS: dict[str, Callable[[str], str]] = {
     "adaptive head saved and loaded": file_numbers,
 }
 PACKAGES: dict[str, Callable[[], str]] = {
-    name: partial(extra, name, call)
-    for name, call in {"train": _train, "lightning": _lightning, "rivals": _rivals, "report": _report}.items()
+    "train": partial(extra, "train", _train),
+    "lightning": partial(extra, "lightning", partial(import_module, "softsieve.integrations.lightning")),
+    "rivals": partial(extra, "rivals", _rivals),
+    "report": partial(extra, "report", _report),
 }
 
 

@@ -229,14 +229,9 @@ def steps_between(what: str, strategy: str | None, steps: int | None, usual: str
 def make_settings(
     options: Options, defaults: Mapping[str, Any], *, rows: int, validation: bool, processes: int = 1, gpu: bool = False
 ) -> Settings:
-    """The settings of a run.
+    """The settings of a run with so many training ``rows``, shared by ``processes``, where there is a ``gpu`` or not.
 
-    Args:
-        options: what was asked for.
-        defaults: settings to take where nothing was: epochs, batch_size, eval_batch_size, learning_rate, metric, delta.
-        rows, processes: training rows, and processes that share them.
-        validation: whether there are validation rows.
-        gpu: whether there is one, for fp16 needs it.
+    ``defaults`` has epochs, batch_size, eval_batch_size, learning_rate, metric and delta, for what was not asked for.
 
     Raises:
         InputError, TypeError, ValueError: naming the option, what was expected and what was found.

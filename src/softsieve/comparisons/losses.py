@@ -182,11 +182,7 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 
 def _check_run(run: Any) -> None:
-    """Refuse what no table can be made of.
-
-    Raises:
-        KeyError, TypeError, ValueError: naming what is missing or wrong.
-    """
+    """Refuse what no table can be made of, by errors of Python that name what is missing or wrong."""
     settings, made = run["settings"], run["provenance"]
     numbers = {name: run[name] for name in ("seconds", "steps", "trained_rows", "screened_rows", "side_by_side")}
     numbers |= {name: settings[name] for name in ("epochs", "batch_size", "learning_rate", "delta")}

@@ -72,12 +72,8 @@ def panels(
 ) -> list[Panel]:
     """A panel for each case, by its title, and in it a trace for each name, from left to right.
 
-    Args:
-        cases: the rows of each panel.
-        name, x, y: of a row.
-        names: the order of their colours; else that of the rows.
-        limit: a level to compare with.
-        more: further properties of a trace, of its rows.
+    ``name``, ``x`` and ``y`` are of a row, ``more`` are further properties of a trace, made of its rows; ``names`` is
+    the order of the colours, if not that of the rows.
     """
     names = list(names or dict.fromkeys(name(row) for rows in cases.values() for row in rows))
     drawn = []
