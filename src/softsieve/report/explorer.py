@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softsieve.extras import package
 from softsieve.losses import as_keep_mask
-from softsieve.report.figures import finish
+from softsieve.report.figures import Axis, Panel, Trace, finish, plot
 from softsieve.report.groups import data_sets
 from softsieve.report.page import Column, Explorer, Figure, Section, Table
 from softsieve.report.read import Logits, Run
@@ -151,22 +151,11 @@ def _map(p: dict[str, Any]) -> Figure:
 
 
 def _curves(p: dict[str, Any]) -> Figure:
-    objects = package("plotly.graph_objects", "a report")
     delta = [step / STEPS for step in range(STEPS + 1)]
-    lines, points = [], []
-    for slot, (name, dash, symbol) in enumerate(
-        (("rival classes masked", "solid", "circle"), ("rows solved", "dash", "diamond"))
-    ):
-        meta = {"slot": slot, "role": "line"}
-        line = {"type": "scatter", "x": delta, "y": [None] * len(delta), "name": name, "meta": meta}
-        lines.append({**line, "mode": "lines", "line": {"dash": dash, "width": 2.4}})
-        point = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "showlegend": False, "hoverinfo": "skip"}
-        points.append({**point, "marker": {"symbol": symbol, "size": 13}, "meta": meta})
-    figure = objects.Figure(data=[*lines, *points])
-    figure.update_layout(
-        xaxis={"title": {"text": "delta"}, "range": [0, 1]},
-        yaxis={"title": {"text": "share"}, "ticksuffix": " %", "range": [-2, 103]},
-    )
+    names = ("rival classes masked", "rows solved")
+    lines = [Trace(name, delta, [None] * len(delta)) for name in names]
+    points = [Trace(name, [0], [0], joined=False) for name in names]  # at the present delta
+    axes = Axis("delta", range=(0, 1)), Axis("share", suffix=" %", range=(-2, 103))
     columns: dict[str, Column] = {
         "delta": lambda step: f"{step / STEPS:.2f}",
         "rival classes masked": lambda step: f"{p['masked'][step]:,} of {p['rivals']:,}",
@@ -176,7 +165,7 @@ def _curves(p: dict[str, Any]) -> Figure:
         "What each margin would leave out",
         "The solid curve is the share of rival classes that are masked, the dashed one that of rows that are "
         "solved, for every delta; the markers stand at the present one. Both fall to 0 at delta 1.",
-        finish(figure, legend=2, height=340),
+        plot([Panel([*lines, *points])], *axes, height=340),
         Table.of(f"Masked and solved of {p['name']}", range(0, STEPS + 1, 5), columns),
         key="explorer-curves",
     )

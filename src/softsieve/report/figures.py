@@ -23,7 +23,7 @@ class Trace(NamedTuple):
 
     name: str
     x: Sequence[Any]
-    y: Sequence[float]
+    y: Sequence[Any]
     error: Sequence[float] | None = None  # above and below: a band where points are joined, else bars
     low: Sequence[float] | None = None  # ends of the bars, where these are not alike
     high: Sequence[float] | None = None
@@ -48,6 +48,7 @@ class Axis(NamedTuple):
     suffix: str = ""
     ticks: Sequence[float] | None = None
     zero: bool = False  # from 0 on
+    range: tuple[float, float] | None = None
 
 
 def plain(text: str) -> str:
@@ -182,6 +183,8 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
         options |= {"tickvals": list(ticks), "ticktext": [f"{number(tick)}{axis.suffix}" for tick in ticks]}
     if axis.zero:
         options["rangemode"] = "tozero"
+    if axis.range is not None:
+        options["range"] = axis.range
     return options
 
 

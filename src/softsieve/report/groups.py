@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from softsieve.report.read import Run
-from softsieve.report.words import Row, cell, deviation, grouped, is_number, spoken
+from softsieve.report.words import Row, cell, grouped, is_number, spoken
 
 # What a loss without a margin does not look at.
 _OF_THE_MARGIN = ("delta", "initial_delta", "delta_ratio", "delta_shape", "speed_steps", "speed_lambda")
@@ -125,18 +124,17 @@ def average(label: str, logged: Sequence[Sequence[tuple[float, float]]]) -> Curv
     if not logged:
         return None
     places = [[x for x, _ in points] for points in logged]
-    if all(place == places[0] for place in places):
-        grid = places[0]
-        values = [[y for _, y in points] for points in logged]
-    else:
+    grid = places[0]
+    if any(place != grid for place in places):
         first, last = max(place[0] for place in places), min(place[-1] for place in places)
         if last < first:
             return None
         size = min(200, max(map(len, places)))
         grid = np.linspace(first, last, size if last > first else 1).tolist()
-        values = [np.interp(grid, [x for x, _ in points], [y for _, y in points]).tolist() for points in logged]
-    columns = list(zip(*values, strict=True))
-    return Curve(label, grid, [fmean(c) for c in columns], [deviation(c) for c in columns], len(logged))
+    heights = ([y for _, y in points] for points in logged)
+    values = np.array([np.interp(grid, xs, ys) for xs, ys in zip(places, heights, strict=True)])
+    spread = values.std(0, ddof=1) if len(logged) > 1 else np.zeros(len(grid))
+    return Curve(label, grid, values.mean(0).tolist(), spread.tolist(), len(logged))
 
 
 def _points(log: Sequence[Row], kind: str, name: str) -> list[tuple[float, float]]:
