@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from softsieve.report.read import Run
-from softsieve.report.words import Row, cell, grouped, is_number, spoken
+from softsieve.report.words import Row, cell, deviation, grouped, is_number, spoken
 
 # What a loss without a margin does not look at.
 _OF_THE_MARGIN = ("delta", "initial_delta", "delta_ratio", "delta_shape", "speed_steps", "speed_lambda")
@@ -131,10 +132,9 @@ def average(label: str, logged: Sequence[Sequence[tuple[float, float]]]) -> Curv
             return None
         size = min(200, max(map(len, places)))
         grid = np.linspace(first, last, size if last > first else 1).tolist()
-    heights = ([y for _, y in points] for points in logged)
-    values = np.array([np.interp(grid, xs, ys) for xs, ys in zip(places, heights, strict=True)])
-    spread = values.std(0, ddof=1) if len(logged) > 1 else np.zeros(len(grid))
-    return Curve(label, grid, values.mean(0).tolist(), spread.tolist(), len(logged))
+    values = [np.interp(grid, xs, [y for _, y in points]).tolist() for xs, points in zip(places, logged, strict=True)]
+    columns = list(zip(*values, strict=True))
+    return Curve(label, grid, [fmean(c) for c in columns], [deviation(c) for c in columns], len(logged))
 
 
 def _points(log: Sequence[Row], kind: str, name: str) -> list[tuple[float, float]]:
