@@ -216,7 +216,11 @@ def dots(names: Sequence[str], values: Sequence[float], errors: Sequence[float],
 def finish(
     figure: Any, *, legend: int, height: int, titled: bool = False, broad: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """As plotly.js takes it, with what the page needs to lay it out."""
+    """As plotly.js takes it, with what the page needs to lay it out.
+
+    A ``broad`` figure needs the width of the page; in a ``wide`` one, panels stand side by side, and a small screen
+    scrolls them.
+    """
     above = 1 + (32 if titled else 6) / max(100, height - 110)  # the legend, above titles of panels
     figure.update_layout(
         template={},
@@ -224,7 +228,7 @@ def finish(
         hovermode="closest",
         showlegend=legend > 0,
         legend={"orientation": "h", "yanchor": "bottom", "y": above, "x": 0, "xanchor": "left"},
-        meta={"legend": legend, "height": height, "broad": broad or legend > 6, "wide": wide},
+        meta={"legend": legend, "height": height, "broad": broad or wide or legend > 6, "wide": wide},
     )
     drawn: dict[str, Any] = json.loads(figure.to_json())
     return drawn

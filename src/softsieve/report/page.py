@@ -88,16 +88,6 @@ class Figure(NamedTuple):
     key: str = ""  # of a figure that a script redraws
     kind: str = "figure"
 
-    @property
-    def wide(self) -> bool:
-        """Whether panels stand side by side, which a small screen scrolls."""
-        return bool(self.plot["layout"]["meta"]["wide"])
-
-    @property
-    def broad(self) -> bool:
-        """Whether it needs the width of the page."""
-        return self.wide or bool(self.plot["layout"]["meta"]["broad"])
-
 
 class Words(NamedTuple):
     """A paragraph."""
@@ -236,4 +226,4 @@ def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
 
 
 def _is_small(block: Block) -> bool:
-    return isinstance(block, Figure) and not block.broad
+    return isinstance(block, Figure) and not block.plot["layout"]["meta"]["broad"]
