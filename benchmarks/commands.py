@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from softsieve._records import write_record
 from softsieve.cli.errors import one_line
@@ -28,13 +27,15 @@ from softsieve.cli.head_bench import (
     stem,
     write,
 )
-from softsieve.cli.progress import watched
+from softsieve.cli.progress import table, watched
 from softsieve.errors import InputError
 
 app = typer.Typer(help="Benchmarks against named rivals, all in one run.", no_args_is_help=True)
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_SHAPES = [(128256, 4096), (151936, 1536), (262144, 640)]  # of Llama 3 8B, Qwen 2.5 1.5B and Gemma 3 270M
+
+Columns = dict[str, Callable[[Any], str]]
 
 Margin = Annotated[float, typer.Option(min=0, max=1, help="margin of AS-Softmax")]
 Dtype = Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")]
@@ -66,14 +67,6 @@ def _check_choices(dtype: str, device: str) -> None:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, found {dtype!r}", param_hint="--dtype")
     if device not in devices:
         raise typer.BadParameter(f"expected {' or '.join(devices)} here, found {device!r}", param_hint="--device")
-
-
-def _table(title: str, *columns: str, left: Sequence[str] = ("method",)) -> Table:
-    """An empty table; numbers are on the right."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
-    return table
 
 
 def _write(console: Console, out: Path | None, suite: str, settings: Mapping[str, Any], results: Sequence[Any]) -> None:
@@ -114,19 +107,16 @@ def losses(
                     rows, classes, solved=share, delta=delta, dtype=DTYPES[dtype], device=device, repeats=repeats
                 )
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
-    table = _table(title, "rows x classes", "solved", "method", "ms (p20-p80)", "time", "peak MB", "memory")
-    for r in results:
-        table.add_row(
-            f"{r.rows} x {r.classes}",
-            f"{r.solved:.0%}",
-            r.method,
-            f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
-            f"{r.time_ratio:.2f}x",
-            f"{r.peak_mb:.0f}",
-            f"{r.memory_ratio:.2f}x",
-            end_section=r.method == suite.METHODS[-1],
-        )
-    console.print(table)
+    columns: Columns = {
+        "rows x classes": lambda r: f"{r.rows} x {r.classes}",
+        "solved": lambda r: f"{r.solved:.0%}",
+        "method": lambda r: r.method,
+        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "time": lambda r: f"{r.time_ratio:.2f}x",
+        "peak MB": lambda r: f"{r.peak_mb:.0f}",
+        "memory": lambda r: f"{r.memory_ratio:.2f}x",
+    }
+    console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.METHODS[-1]))
     console.print(f"time and memory as ratios to {suite.METHODS[0]}; peak above the logits, gradient included")
     settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats}
     _write(console, out, "losses", settings, results)
@@ -172,19 +162,16 @@ def linear(
                     repeats=repeats, check=check,
                 )  # fmt: skip
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
-    table = _table(title, "rows x size x classes", "dense", "method", "ms (p20-p80)", "time", "extra MB", "errors")
-    for r in results:
-        table.add_row(
-            f"{r.rows} x {r.size} x {r.classes}",
-            f"{r.dense:.0%}",
-            r.method,
-            f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
-            f"{r.time_ratio:.2f}x",
-            f"{r.extra_mb:.0f}",
-            f"{r.hidden_error:.1e} {r.weight_error:.1e}",
-            end_section=r.method == suite.OURS,
-        )
-    console.print(table)
+    columns: Columns = {
+        "rows x size x classes": lambda r: f"{r.rows} x {r.size} x {r.classes}",
+        "dense": lambda r: f"{r.dense:.0%}",
+        "method": lambda r: r.method,
+        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "time": lambda r: f"{r.time_ratio:.2f}x",
+        "extra MB": lambda r: f"{r.extra_mb:.0f}",
+        "errors": lambda r: f"{r.hidden_error:.1e} {r.weight_error:.1e}",
+    }
+    console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.OURS))
     console.print(
         "time: to the fastest rival; extra: at the peak, above inputs and gradients; errors: of the gradients of"
     )
@@ -239,19 +226,16 @@ def head(
                 results += suite.measure(n, d, spread=width, eps=eps, delta=delta, k=k, repeats=repeats)
     threads = torch.get_num_threads()
     title = f"top {k}, fp32, batch 1, {threads} threads, eps {eps}, delta {delta}, median of {repeats}"
-    table = _table(title, "weight", "logits", "method", "ms (p20-p80)", "time", "bytes", "exact")
-    for r in results:
-        table.add_row(
-            f"{r.n} x {r.d}",
-            f"{r.spread:g}",
-            r.method,
-            f"{r.ms:.2f} ({r.ms_p20:.2f}-{r.ms_p80:.2f})",
-            f"{r.time_ratio:.2f}x",
-            f"{r.bytes_ratio:.3f}x",
-            f"{r.exact:.0%}",
-            end_section=r.method == suite.METHODS[-1],
-        )
-    console.print(table)
+    columns: Columns = {
+        "weight": lambda r: f"{r.n} x {r.d}",
+        "logits": lambda r: f"{r.spread:g}",
+        "method": lambda r: r.method,
+        "ms (p20-p80)": lambda r: f"{r.ms:.2f} ({r.ms_p20:.2f}-{r.ms_p80:.2f})",
+        "time": lambda r: f"{r.time_ratio:.2f}x",
+        "bytes": lambda r: f"{r.bytes_ratio:.3f}x",
+        "exact": lambda r: f"{r.exact:.0%}",
+    }
+    console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.METHODS[-1]))
     console.print(f"time and bytes as ratios to {suite.METHODS[0]}; exact: share of queries that read everything")
     _write(console, out, "head", {"eps": eps, "delta": delta, "k": k, "repeats": repeats}, results)
 
@@ -289,28 +273,27 @@ def _head_on_gpu(
                 weight, before, after = (part.cuda() for part in parts)
                 results += suite.measure(label, weight, before, after, beta=layer.beta, **chosen)
     title = "top {k}, eps {eps}, delta {delta}, CUDA graphs, cold caches, median of {repeats}".format(**chosen)
-    columns = ("product", "whole", "success", "exact", "bytes", "codes", "auto")
-    table = _table(
-        title, "head", "weight", "batch", "method", "us (p20-p80)", *columns, left=("head", "method", "auto")
-    )
-    for r in results:
-        ours = r.method == suite.OURS
-        table.add_row(
-            r.head,
-            f"{r.n} x {r.d}",
-            str(r.batch),
-            r.method,
-            f"{r.us:.1f} ({r.us_p20:.1f}-{r.us_p80:.1f})",
-            f"{r.over_product:.2f}x",
-            f"{r.over_whole:.2f}x",
-            f"{r.success:.2%}" if ours else "",
-            f"{r.exact:.2%}" if ours else "",
-            f"{r.bytes_ratio:.1f}x" if ours else "",
-            f"{r.preview}{f', {r.tier}' if r.tier else ''}" if ours else "",
-            r.auto if ours else "",
-            end_section=ours,
-        )
-    console.print(table)
+
+    def ours(show: Callable[[Any], str]) -> Callable[[Any], str]:
+        """A column that says something of the cascade alone."""
+        return lambda r: show(r) if r.method == suite.OURS else ""
+
+    columns: Columns = {
+        "head": lambda r: r.head,
+        "weight": lambda r: f"{r.n} x {r.d}",
+        "batch": lambda r: str(r.batch),
+        "method": lambda r: r.method,
+        "us (p20-p80)": lambda r: f"{r.us:.1f} ({r.us_p20:.1f}-{r.us_p80:.1f})",
+        "product": lambda r: f"{r.over_product:.2f}x",
+        "whole": lambda r: f"{r.over_whole:.2f}x",
+        "success": ours(lambda r: f"{r.success:.2%}"),
+        "exact": ours(lambda r: f"{r.exact:.2%}"),
+        "bytes": ours(lambda r: f"{r.bytes_ratio:.1f}x"),
+        "codes": ours(lambda r: f"{r.preview}{f', {r.tier}' if r.tier else ''}"),
+        "auto": ours(lambda r: r.auto),
+    }
+    left = ("head", "method", "auto")
+    console.print(table(results, columns, title=title, left=left, ends=lambda r: r.method == suite.OURS))
     console.print(
         f"product, whole: times faster than {suite.PRODUCT} and {suite.WHOLE}; bytes: of the weight for each one read; "
         "exact: share of queries that read everything; auto: what method='auto' takes when called without a graph"

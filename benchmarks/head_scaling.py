@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.heads import MARKS, measure, stretch_success
 from softsieve.comparisons.output import new_figure
 from softsieve.data.synthetic_heads import make_head
@@ -23,7 +23,7 @@ def scaling(
     calibration: int,
     test_queries: int,
     seed: int = 0,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """The results of `measure` on made-up heads of every shape, with n, d and rank."""

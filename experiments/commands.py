@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from softsieve._progress import ProgressCallback
 from softsieve.cli.head_bench import Delta, Eps, Seed
-from softsieve.cli.progress import watched
-
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from softsieve._progress import Progress
+from softsieve.cli.progress import plain_console, quiet_hugging_face, table, watched
+from softsieve.comparisons.output import SUFFIXES, beside, write_results
 
 app = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
 
@@ -27,21 +26,18 @@ def _out(default: str) -> Any:
 
 def say(out: Path, rows: Sequence[Mapping[str, Any]] = (), *, more: Sequence[str] = ()) -> None:
     """The rows as a table, and where the results are; ``more`` are suffixes of further files."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from softsieve.comparisons.output import SUFFIXES, beside
-
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = plain_console()
     if rows:
-        table = Table()
-        for name in rows[0]:
-            table.add_column(name, justify="right")
-        for row in rows:
-            values = ("" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
-            table.add_row(*values)
-        console.print(table)
+        console.print(table(rows, {name: _column(name) for name in rows[0]}, left=()))
     console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, *more))}")
+
+
+def _column(name: str) -> Callable[[Mapping[str, Any]], str]:
+    def show(row: Mapping[str, Any]) -> str:
+        value = row[name]
+        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return show
 
 
 def _names(files: Mapping[str, Any]) -> dict[str, str]:
@@ -64,7 +60,6 @@ def synthetic(
     """Coordinates read against d on the two synthetic sets of the paper; the defaults are the paper's."""
     with watched(out) as progress:
         from experiments import synthetic as suite
-        from softsieve.comparisons.output import write_results
 
         chosen = {"n": n, "min_d": min_d, "max_d": max_d, "steps": steps, "trials": trials}
         settings: dict[str, Any] = {**chosen, "eps": eps, "delta": delta, "seed": seed}
@@ -90,7 +85,6 @@ def variance(
     with watched(out) as progress:
         from experiments import variance as suite
         from experiments.variance import instances
-        from softsieve.comparisons.output import write_results
 
         made: dict[str, Any] = {"n": n, "d": d, "queries": queries, "seed": seed}
         real: dict[str, Any] = {"head": head, "queries_file": queries_file, "corpus": corpus}
@@ -118,7 +112,6 @@ def histograms(
     with watched(out) as progress:
         from experiments import histograms as suite
         from experiments.variance import instances
-        from softsieve.comparisons.output import write_results
 
         made: dict[str, Any] = {"n": n, "d": d, "queries": queries, "seed": seed}
         real: dict[str, Any] = {"head": head, "queries_file": queries_file, "corpus": corpus}
@@ -149,7 +142,6 @@ def logistic(
     """Softmax regression on some 25,000 features of images: what is read, and how often it is right."""
     with watched(out) as progress:
         from experiments import logistic as suite
-        from softsieve.comparisons.output import write_results
 
         options = {"eps": eps, "epochs": epochs, "train_rows": train_rows, "calibration": calibration}
         settings: dict[str, Any] = {**options, "queries": queries, "seed": seed}
@@ -176,7 +168,6 @@ def heads(
     """The output layer of a language model: what is read of it, and how often it is right."""
     with watched(out) as progress:
         from experiments import language_heads as suite
-        from softsieve.comparisons.output import write_results
         from softsieve.integrations.head_file import read_head
 
         layer, notes = read_head(head, queries_file)
@@ -205,7 +196,6 @@ def linear_training(
     """A small language model trained through the loss without logits, and through the same loss with them."""
     with watched(out) as progress:
         from experiments import linear_training as suite
-        from softsieve.comparisons.output import write_results
         from softsieve.tasks.files import read_text
 
         chosen: dict[str, Any] = {
@@ -221,18 +211,8 @@ def linear_training(
         rows = []
         for run in runs:
             mean, largest = suite.apart(run, runs[0])
-            last = suite.smooth(run.losses)[-1]
-            rows.append(
-                {
-                    "loss": run.name,
-                    "last": last,
-                    "apart_mean": mean,
-                    "apart_most": largest,
-                    "solved": run.solved[-1],
-                    "ms": run.ms,
-                    "peak_mb": run.peak_mb,
-                }
-            )
+            distances = {"last": suite.smooth(run.losses)[-1], "apart_mean": mean, "apart_most": largest}
+            rows.append({"loss": run.name, **distances, "solved": run.solved[-1], "ms": run.ms, "peak_mb": run.peak_mb})
         write_results(out, "linear-training", {"text": text.name, "words": words, **chosen}, rows, suite.draw(runs))
     say(out, rows)
 
@@ -256,15 +236,12 @@ def perplexity(
 ) -> None:
     """Perplexity of a text from all logits of an adaptive head, one token at a time, beside the exact one."""
     with watched(out) as progress:
-        import os
-
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
+        quiet_hugging_face()
         import torch
 
         from experiments import perplexity as suite
         from softsieve import _checks
         from softsieve._records import write_record
-        from softsieve.comparisons.output import beside, write_results
         from softsieve.integrations.hidden_states import first_token, load_model, load_tokenizer, output_layer
         from softsieve.tasks.files import read_text
 
@@ -278,7 +255,7 @@ def perplexity(
         weight: Any = output_layer(network).weight
         for one in k:
             _checks.whole_number("k", one, 1, len(weight))
-        half: Progress = lambda what, share: progress(what, share / 2)  # noqa: E731
+        half: ProgressCallback = lambda what, share: progress(what, share / 2)  # noqa: E731
         chosen: dict[str, Any] = {"calibration": calibration, "tokens": tokens, "window": window, "first": first}
         reading = suite.read(network, tokenizer, content, **chosen, place=str(text), progress=half)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "ks": k, "seed": seed}
@@ -291,9 +268,7 @@ def perplexity(
         write_record(beside(out, ".json"), "perplexity", about, rows)
     shown = [
         {
-            "head": row["head"],
-            "k": row["k"],
-            "perplexity": row["perplexity"],
+            **{name: row[name] for name in ("head", "k", "perplexity")},
             "ratio": f"{row['ratio']:.4f} ± {row['ratio_error']:.4f}",
             "exactly": f"{row['exact_share']:.1%}",
             "MB a token": f"{row['bytes_read'] / 1e6:.2f}",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.variance import Instance, errors
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 
@@ -32,7 +32,7 @@ SMALLEST = 1e-12  # what is drawn on a logarithmic axis is at least this
 
 
 def order_terms(
-    instance: Instance, size: int, *, generator: torch.Generator, progress: Progress = no_progress
+    instance: Instance, size: int, *, generator: torch.Generator, progress: ProgressCallback = no_progress
 ) -> tuple[Tensor, Tensor]:
     """The first- and second-order terms of every query, (queries,) each."""
     first, second = [], []
@@ -71,7 +71,7 @@ def run(
     share: float = 0.25,
     bins: int = 60,
     seed: int = 0,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[dict[str, Any]]:
     """A row for every bin of every histogram; estimates read ``share`` of the coordinates."""
     if not 0 < share <= 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.head_methods import spread
 from softsieve.comparisons.heads import exact_logits
 from softsieve.comparisons.output import new_figure
@@ -36,7 +36,7 @@ def run(
     calibration: int = 1000,
     test_queries: int = 200,
     seed: int = 0,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[dict[str, Any]]:
     """For every corpus a row "calibrated" for each delta, and a row "pac", which fits nothing, for the first of them.
 

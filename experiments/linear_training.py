@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
 from softsieve.losses import LinearASCrossEntropyLoss
@@ -68,7 +68,7 @@ def train(
     layers: int,
     delta: float,
     device: str,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
     name: str = "",
 ) -> Run:
     """Train on windows of the text, drawn at random; in bfloat16 by autocast on a GPU."""
@@ -97,7 +97,7 @@ def train(
     return Run(name, losses, solved, statistics.median(taken[steps // 10 :]), peak)
 
 
-def measure(text: str, *, progress: Progress = no_progress, **options: Any) -> tuple[list[Run], int]:
+def measure(text: str, *, progress: ProgressCallback = no_progress, **options: Any) -> tuple[list[Run], int]:
     """All runs, and the number of words.
 
     Raises:

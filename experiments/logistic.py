@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax
@@ -91,7 +91,7 @@ def fit(
     calibration: int,
     queries: int,
     seed: int,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> Regression:
     """Train the network on at most ``train_rows`` images; its queries are test images, drawn at random.
 
@@ -179,7 +179,7 @@ def run(
     calibration: int = 200,
     queries: int = 800,
     seed: int = 0,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[dict[str, Any]]:
     """A row for every data set, guarantee, way to treat the chosen row and delta.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.heads import exact_logits
 from softsieve.comparisons.output import new_figure
 from softsieve.heads import AdaptiveSoftmax, DriftWarning
@@ -50,7 +50,7 @@ def read(
     first: int | None = None,
     window: int = 256,
     place: str = _TEXT,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> Reading:
     """Hidden states over a text, in windows that know nothing of each other.
 
@@ -85,7 +85,7 @@ def measure(
     eps: float = 0.3,
     delta: float = 0.01,
     seed: int = 0,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[Losses]:
     """What the exact head makes of the text, and for every k a cascade that is asked one state at a time.
 
@@ -115,7 +115,7 @@ def _exact(reading: Reading) -> Losses:
     return Losses(None, torch.cat(loss), read, torch.ones(len(states), dtype=torch.bool))
 
 
-def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, progress: Progress) -> Losses:
+def _asked(sieve: AdaptiveSoftmax, k: int, reading: Reading, *, progress: ProgressCallback) -> Losses:
     states, softcap = reading.head.corpora[_TEXT].test, reading.head.softcap
     loss, read, exactly = [], [], []
     with warnings.catch_warnings():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax
@@ -72,7 +72,7 @@ def run(
     delta: float = 0.1,
     seed: int = 0,
     sets: Iterable[str] = tuple(NOISE),
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[dict[str, Any]]:
     """A row for every set, d and way to treat the chosen row, each over ``trials`` instances with a seed each."""
     sets, sizes = list(sets), dimensions(steps, min_d, max_d)

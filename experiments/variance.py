@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
 from softsieve.heads.coordinates.estimators import ESTIMATORS
@@ -102,7 +102,12 @@ def rotated(instance: Instance, *, generator: torch.Generator) -> Instance:
 
 
 def run(
-    instances: Iterable[Instance], *, shares: int = 7, repeats: int = 4, seed: int = 0, progress: Progress = no_progress
+    instances: Iterable[Instance],
+    *,
+    shares: int = 7,
+    repeats: int = 4,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
 ) -> list[dict[str, Any]]:
     """A row for every instance, estimator, with and without rotation, and size: d, d/2, d/4, ... (``shares`` of them).
 

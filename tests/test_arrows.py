@@ -28,10 +28,9 @@ MAY_USE = {
     "integrations": {"heads", "losses", "tasks", "training"},
     "report": {"losses"},
     "comparisons": {"heads", "integrations", "losses", "reference", "tasks", "training"},
-    "demo": {"losses", "tasks", "training"},
     "_probes": {"heads", "integrations", "losses", "reference", "training"},
     "doctor": {"_probes"},
-    "cli": {"comparisons", "demo", "doctor", "heads", "integrations", "losses", "report", "tasks", "training"},
+    "cli": {"comparisons", "doctor", "heads", "integrations", "losses", "report", "tasks", "training"},
     "__init__": {"heads", "losses", "training"},
     "as_sm": {"losses"},
 }

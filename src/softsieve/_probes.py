@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import softsieve
+from softsieve import reference
 from softsieve.errors import first_line
 from softsieve.extras import EXTRAS, install
+from softsieve.reference.heads import topk_softmax
 
 DELTA = 0.1
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative errors that rounding may make
@@ -46,10 +49,9 @@ class Wrong(Exception):  # noqa: N818
 def bf16_products() -> str:
     """Matrix products in bf16, which end the process where oneDNN takes a processor for another."""
     for rows, size, classes in ((1, 8, 16), (64, 64, 64), (33, 100, 257)):
-        left, right = _numbers(rows, size).bfloat16(), _numbers(classes, size).bfloat16().requires_grad_()
-        found = F.linear(left, right)
-        found.float().sum().backward()  # type: ignore[no-untyped-call]
-        _compare("products", found.detach(), left.double() @ right.detach().double().T)
+        left, right = _numbers(rows, size).bfloat16(), _numbers(classes, size).bfloat16()
+        product, _ = _with_gradient(lambda x, y: F.linear(y, x).float(), right, left)
+        _compare("products", product.bfloat16(), left.double() @ right.double().T)
     return "agree with float64"
 
 
@@ -58,42 +60,37 @@ def _need_gpu() -> None:
         raise NotHere("no CUDA device that this torch can use")
 
 
-def _need_triton() -> None:
+def _need_triton(device: str) -> None:
+    """On a GPU, where the kernels are in Triton."""
+    if device == "cpu":
+        return
     _need_gpu()
     if find_spec("triton") is None:
         raise NotHere("the package triton is not installed", "pip install triton")
 
 
 def losses(device: str) -> str:
-    if device != "cpu":
-        _need_triton()
-    from softsieve import as_cross_entropy
-
-    logits = _numbers(8, 50).to(device).requires_grad_()
-    as_cross_entropy(logits, torch.arange(8, device=device)).backward()  # type: ignore[no-untyped-call]
-    return _finite(logits.grad)
+    _need_triton(device)
+    logits, target = _numbers(8, 50, device=device), torch.arange(8, device=device)
+    return _finite(_with_gradient(softsieve.as_cross_entropy, logits, target)[1])
 
 
 def linear_loss(device: str, backend: str) -> str:
-    if backend == "triton":
-        _need_triton()
-    from softsieve import linear_as_cross_entropy
-
-    hidden, weight = _numbers(8, 32).to(device).requires_grad_(), _numbers(500, 32).to(device)
-    linear_as_cross_entropy(hidden, weight, torch.arange(8, device=device), backend=backend).backward()  # type: ignore[no-untyped-call]
-    return _finite(hidden.grad)
+    _need_triton(device)
+    hidden, weight = _numbers(8, 32, device=device), _numbers(500, 32, device=device)
+    target = torch.arange(8, device=device)
+    return _finite(_with_gradient(softsieve.linear_as_cross_entropy, hidden, weight, target, backend=backend)[1])
 
 
 def cascade(device: str) -> str:
-    if device != "cpu":
-        _need_triton()
+    _need_triton(device)
     head, queries = _head("cascade", device)
-    answer = head.topk(queries[:8])
-    if device == "cpu":
-        import numba
+    worked = _finite(head.topk(queries[:8]).probs)
+    if device != "cpu":
+        return worked
+    import numba
 
-        return f"{_finite(answer.probs)}; threads of {numba.threading_layer()}"  # type: ignore[attr-defined]
-    return _finite(answer.probs)
+    return f"{worked}; threads of {numba.threading_layer()}"  # type: ignore[attr-defined]
 
 
 def processes(backend: str) -> str:
@@ -104,10 +101,8 @@ def processes(backend: str) -> str:
         raise NotHere("this torch has no torch.distributed")
     if backend == "nccl":
         _need_gpu()
-        if not dist.is_nccl_available():
-            raise NotHere("this torch has no NCCL")
-    elif not dist.is_gloo_available():
-        raise NotHere("this torch has no Gloo")
+    if not dist.is_backend_available(backend):
+        raise NotHere(f"this torch has no {'NCCL' if backend == 'nccl' else 'Gloo'}")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         value = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
@@ -120,16 +115,17 @@ def processes(backend: str) -> str:
 # -- what is installed besides -----------------------------------------------------------------------------------------
 
 
-def extra(name: str, call: Callable[[], str]) -> str:
+def extra(name: str, call: Callable[[], object]) -> str:
     """Look whether all packages of an extra are there and, if so, make a call that needs them."""
-    found = EXTRAS[name]
-    absent = [package for package, module in found.packages.items() if find_spec(module) is None]
+    gives, packages = EXTRAS[name]
+    absent = [package for package, module in packages.items() if find_spec(module) is None]
     if absent:
-        raise NotHere(f"would give {found.gives}; not installed: {', '.join(absent)}", install(name))
-    return call()
+        raise NotHere(f"would give {gives}; not installed: {', '.join(absent)}", install(name))
+    call()
+    return gives
 
 
-def _train() -> str:
+def _train() -> None:
     import accelerate
     import transformers
     from sklearn.metrics import f1_score
@@ -139,17 +135,9 @@ def _train() -> str:
     accelerate.Accelerator(cpu=True)
     f1_score([0, 1], [0, 1])
     transformers.BertConfig(hidden_size=8)
-    return EXTRAS["train"].gives
 
 
-def _lightning() -> str:
-    from softsieve.integrations.lightning import DeltaCallback
-
-    DeltaCallback(0.1)
-    return EXTRAS["lightning"].gives
-
-
-def _rivals() -> str:
+def _rivals() -> None:
     import faiss
 
     from softsieve.losses import make_objective
@@ -161,17 +149,15 @@ def _rivals() -> str:
     index.add(logits.numpy())
     if index.search(logits.numpy(), 1)[1].shape != (4, 1):
         raise Wrong("faiss: expected one neighbour a query")
-    return EXTRAS["rivals"].gives
 
 
-def _report() -> str:
+def _report() -> None:
     import jinja2
 
     graphs = import_module("plotly.graph_objects")
     if jinja2.Template("{{ 1 + 1 }}").render() != "2":
         raise Wrong("jinja2: expected 1 + 1 to be 2")
     graphs.Figure(data=[{"type": "scatter", "y": [1, 2]}]).to_json()
-    return EXTRAS["report"].gives
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -179,99 +165,81 @@ def _report() -> str:
 
 def cross_entropy_numbers(device: str) -> str:
     """Loss and gradient against the definition in float64."""
-    from softsieve import as_cross_entropy, reference
-
     target = torch.arange(60) % 40
-    said = []
+    errors = []
     for dtype in CLOSE:
         logits = (3 * _numbers(60, 40)).to(dtype)
         logits[torch.arange(0, 60, 2), target[::2]] += 9  # solved, mostly
-        found = _with_gradient(lambda x: as_cross_entropy(x, target.to(x.device), delta=DELTA), logits.to(device))
-        truth = _with_gradient(lambda x: reference.as_cross_entropy(x, target, delta=DELTA), logits.double())
-        worst = max(_compare(f"as_cross_entropy, {_name(dtype)}", *pair) for pair in zip(found, truth, strict=True))
-        said.append(f"{_name(dtype)} {worst:.0e}")
-    return "errors: " + ", ".join(said)
+        ours = _with_gradient(softsieve.as_cross_entropy, logits.to(device), target.to(device), delta=DELTA)
+        truth = _with_gradient(reference.as_cross_entropy, logits.double(), target, delta=DELTA)
+        errors.append(_worst("as_cross_entropy", ours, truth))
+    return "errors: " + ", ".join(errors)
 
 
 def delta_one_numbers(device: str) -> str:
     """With delta = 1 it is cross-entropy."""
-    from softsieve import as_cross_entropy
-
     target = (torch.arange(60) % 40).to(device)
     same = True
     for dtype in (torch.float32, torch.float64):
-        logits = (3 * _numbers(60, 40)).to(dtype).to(device)
-        found = _with_gradient(lambda x: as_cross_entropy(x, target, delta=1.0), logits)
-        truth = _with_gradient(lambda x: F.cross_entropy(x, target), logits)
-        for pair in zip(found, truth, strict=True):
-            _compare(f"delta = 1, {_name(dtype)}", *pair)
-        same &= torch.equal(found[0], truth[0])
+        logits = (3 * _numbers(60, 40)).to(device, dtype)
+        ours = _with_gradient(softsieve.as_cross_entropy, logits, target, delta=1.0)
+        truth = _with_gradient(F.cross_entropy, logits, target)
+        _worst("delta = 1", ours, truth)
+        same &= torch.equal(ours[0], truth[0])
     return "losses have the same bits" if same else "the same to rounding"
 
 
 def multilabel_numbers(device: str) -> str:
-    from softsieve import as_multilabel_loss, reference
-
     logits, target = 2 * _numbers(30, 12).double(), _numbers(30, 12) > 1
-    found = _with_gradient(lambda x: as_multilabel_loss(x, target.to(x.device), delta=DELTA), logits.to(device))
-    truth = _with_gradient(lambda x: reference.as_multilabel_loss(x, target.long(), delta=DELTA), logits)
-    return f"error {max(_compare('as_multilabel_loss', *pair) for pair in zip(found, truth, strict=True)):.0e}"
+    ours = _with_gradient(softsieve.as_multilabel_loss, logits.to(device), target.to(device), delta=DELTA)
+    truth = _with_gradient(reference.as_multilabel_loss, logits, target.long(), delta=DELTA)
+    return f"error: {_worst('as_multilabel_loss', ours, truth)}"
 
 
 def linear_numbers(device: str) -> str:
     """Against the loss of the logits, which it does not make."""
-    from softsieve import as_cross_entropy, linear_as_cross_entropy
-
     target = (torch.arange(48) * 7 % 300).to(device)
-    said = []
+    errors = []
     for dtype in CLOSE:
         hidden, weight = _numbers(48, 16).to(device, dtype), _numbers(300, 16).flip(0).to(device, dtype)
         hidden[::2] = weight[target[::2]]
-        found = _with_gradient(lambda x, w=weight: linear_as_cross_entropy(x, w, target, delta=DELTA), hidden)  # type: ignore[misc]
-        truth = _with_gradient(lambda x, w=weight: as_cross_entropy(F.linear(x, w), target, delta=DELTA), hidden)  # type: ignore[misc]
-        worst = max(_compare(f"linear loss, {_name(dtype)}", *pair) for pair in zip(found, truth, strict=True))
-        said.append(f"{_name(dtype)} {worst:.0e}")
-    return "differences: " + ", ".join(said)
+        ours = _with_gradient(softsieve.linear_as_cross_entropy, hidden, weight, target, delta=DELTA)
+        truth = _with_gradient(
+            lambda x, w: softsieve.as_cross_entropy(F.linear(x, w), target, delta=DELTA), hidden, weight
+        )
+        errors.append(_worst("linear loss", ours, truth))
+    return "differences: " + ", ".join(errors)
 
 
 def head_numbers(device: str) -> str:
     """Top 1 of queries that were not calibrated with, against the exact answer, failures by what delta allows."""
-    from softsieve.reference.heads import topk_softmax
-
-    methods = ["exact", "coordinates"]
-    if device == "cpu" or find_spec("triton") is not None:
-        methods.append("cascade")
-    said = []
-    for method in methods:
+    counts = []
+    for method in ("exact", "coordinates", "cascade"):
+        if method == "cascade" and device != "cpu" and find_spec("triton") is None:
+            continue
         head, queries = _head(method, device)
         answer = head.topk(queries, generator=torch.Generator(device).manual_seed(1))
         truth = topk_softmax(head.weight.double(), queries.double(), 1)
-        right = (answer.indices == truth.indices) & (
-            (answer.probs - truth.probs).abs() <= head.eps * truth.probs + 1e-5
-        )
-        failed, count = len(right) - int(right.sum()), len(right)
+        close = (answer.probs - truth.probs).abs() <= head.eps * truth.probs + 1e-5
+        right, count = int(((answer.indices == truth.indices) & close).sum()), len(queries)
         allowed = 0 if method == "exact" else head.delta * count + 4 * math.sqrt(head.delta * count)
-        if failed > allowed:
-            raise Wrong(f"{method}: {failed} of {count} answers are wrong, and delta = {head.delta:g} was promised")
-        said.append(f"{method} {count - failed} of {count}")
-    return f"right: {', '.join(said)}"
+        if count - right > allowed:
+            raise Wrong(f"{method}: {count - right} of {count} answers are wrong, delta = {head.delta:g} was promised")
+        counts.append(f"{method} {right} of {count}")
+    return f"right: {', '.join(counts)}"
 
 
 def file_numbers(device: str) -> str:
     """A head that was saved and loaded answers as before."""
-    from softsieve import AdaptiveSoftmax
-
-    if device != "cpu":
-        _need_triton()
+    _need_triton(device)
     head, queries = _head("cascade", device)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "head.safetensors"
         head.save(path)
-        again = AdaptiveSoftmax.load(path).to(device)
-    for name, before, after in zip(
-        ("indices", "probs"), head.topk(queries[:20])[:2], again.topk(queries[:20])[:2], strict=True
-    ):
-        if not torch.equal(before, after):
+        again = softsieve.AdaptiveSoftmax.load(path).to(device)
+    before, after = (one.topk(queries[:20]) for one in (head, again))
+    for name in ("indices", "probs"):
+        if not torch.equal(getattr(before, name), getattr(after, name)):
             raise Wrong(f"{name}: other answers than before it was saved")
     return "the same answers"
 
@@ -279,46 +247,43 @@ def file_numbers(device: str) -> str:
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+def _numbers(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _finite(value: Tensor | None) -> str:
-    if value is None or not bool(value.isfinite().all()):
-        raise Wrong("expected finite numbers, found NaN, infinity or none")
+def _finite(value: Tensor) -> str:
+    if not bool(value.isfinite().all()):
+        raise Wrong("expected finite numbers, found NaN or infinity")
     return "a tiny call worked"
 
 
-def _compare(what: str, found: Tensor, truth: Tensor) -> float:
+def _compare(what: str, ours: Tensor, truth: Tensor) -> float:
     """The largest error, relative to the largest number; refused when rounding cannot explain it."""
-    error = float(
-        (found.double().cpu() - truth.double().cpu()).abs().max() / truth.double().abs().max().clamp_min(1e-30)
-    )
-    if not error <= CLOSE[found.dtype]:
-        raise Wrong(f"{what}: {error:.1e} off, expected at most {CLOSE[found.dtype]:.0e}")
+    exact = truth.double().cpu()
+    error = float((ours.double().cpu() - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
+    if not error <= CLOSE[ours.dtype]:
+        raise Wrong(f"{what}: {error:.1e} off, expected at most {CLOSE[ours.dtype]:.0e}")
     return error
 
 
-def _with_gradient(loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def _worst(what: str, ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
+    """The larger error of a loss and its gradient, with the dtype."""
+    dtype = str(ours[0].dtype).removeprefix("torch.")
+    return f"{dtype} {max(_compare(f'{what}, {dtype}', *pair) for pair in zip(ours, truth, strict=True)):.0e}"
+
+
+def _with_gradient(loss: Callable[..., Any], x: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
-    value = loss(leaf)
-    value.backward()  # type: ignore[no-untyped-call]
-    if leaf.grad is None:
-        raise Wrong("expected a gradient, found none")
-    return value.detach(), leaf.grad
+    value: Tensor = loss(leaf, *others, **options)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    return value.detach(), gradient
 
 
 def _head(method: str, device: str) -> tuple[Any, Tensor]:
     """A small head, calibrated if it has to be, and queries to ask."""
-    from softsieve import AdaptiveSoftmax
-
     scale = torch.arange(1, 33) ** -0.5
     weight, states = (_numbers(2000, 32) * scale).to(device), (_numbers(1200, 32) * scale * 3).to(device)
-    head = AdaptiveSoftmax(weight, delta=DELTA, method=method)
+    head = softsieve.AdaptiveSoftmax(weight, delta=DELTA, method=method)
     if method != "exact":
         sample = states[: 300 if method == "coordinates" else 1000]
         where = device if method == "coordinates" else "cpu"
@@ -346,16 +311,17 @@ NUMBERS: dict[str, Callable[[str], str]] = {
     "adaptive head saved and loaded": file_numbers,
 }
 PACKAGES: dict[str, Callable[[], str]] = {
-    name: partial(extra, name, call)
-    for name, call in {"train": _train, "lightning": _lightning, "rivals": _rivals, "report": _report}.items()
+    "train": partial(extra, "train", _train),
+    "lightning": partial(extra, "lightning", partial(import_module, "softsieve.integrations.lightning")),
+    "rivals": partial(extra, "rivals", _rivals),
+    "report": partial(extra, "report", _report),
 }
 
 
 def probes() -> dict[str, Callable[[], str]]:
     """All there is to try, by name."""
-    numbers = {
-        f"{name}, {device}": partial(call, device) for device in ("cpu", "cuda") for name, call in NUMBERS.items()
-    }
+    devices = ("cpu", "cuda")
+    numbers = {f"{name}, {device}": partial(call, device) for device in devices for name, call in NUMBERS.items()}
     return {**BACKENDS, **numbers, **PACKAGES}
 
 

@@ -1,10 +1,12 @@
-"""Progress callbacks: what long work calls."""
+"""ProgressCallback callbacks: what long work calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Progress = Callable[[str, float], object]  # called with what was just done, and the share of the whole that it was
+ProgressCallback = Callable[
+    [str, float], object
+]  # called with what was just done, and the share of the whole that it was
 
 
 def no_progress(what: str, share: float) -> None:

@@ -18,6 +18,9 @@ import torch
 from softsieve import __version__
 from softsieve._files import replace_file
 
+# What a measurement may have used besides.
+_PACKAGES = ("numpy", "numba", "triton", "transformers", "faiss-cpu", "entmax", "liger-kernel", "cut-cross-entropy")
+
 
 def _git(*arguments: str) -> str | None:
     """Output of git in the folder of the source, None where that is no checkout."""
@@ -30,23 +33,22 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
+def cpu_info(name: str) -> str:
+    """What Linux says of the processor, such as its ``model name``; nothing elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(name):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
-def _installed() -> dict[str, str]:
-    """Versions of what a measurement may have used besides."""
-    names = ("numpy", "numba", "triton", "transformers", "faiss-cpu", "entmax", "liger-kernel", "cut-cross-entropy")
-    found = {}
+def installed(*names: str) -> dict[str, str]:
+    """Versions of those packages that there are."""
+    versions = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def provenance() -> dict[str, Any]:
@@ -62,6 +64,7 @@ def provenance() -> dict[str, Any]:
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
     commit = _git("rev-parse", "--verify", "HEAD") if tracked else None
     status = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    processor = cpu_info("model name") or platform.processor() or platform.machine()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("SOFTSIEVE_COMMIT", commit),
@@ -70,9 +73,9 @@ def provenance() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "softsieve": __version__,
-            **_installed(),
+            **installed(*_PACKAGES),
         },
-        "machine": {"processor": _processor(), "threads": torch.get_num_threads()},
+        "machine": {"processor": processor, "threads": torch.get_num_threads()},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

@@ -14,14 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from softsieve import _probes
-from softsieve._records import provenance
+from softsieve._records import cpu_info, installed, provenance
 from softsieve.extras import EXTRAS
 
 CORE = ("torch", "filelock", "numba", "numpy", "safetensors", "typer", "rich")
@@ -52,16 +51,19 @@ class Report(NamedTuple):
     numbers: list[Finding]
 
     @property
+    def findings(self) -> list[Finding]:
+        """Of all tries."""
+        return [*self.backends, *self.extras, *self.numbers]
+
+    @property
     def sound(self) -> bool:
         """Whether all that is installed works."""
-        return not any(found.state == "broken" for found in (*self.backends, *self.extras, *self.numbers))
+        return not any(finding.state == "broken" for finding in self.findings)
 
     def asdict(self) -> dict[str, Any]:
         """As plain values for JSON, without names of people, machines and folders."""
-        checks = {
-            name: [found._asdict() for found in getattr(self, name)] for name in ("backends", "extras", "numbers")
-        }
-        return {"sound": self.sound, "versions": self.versions, "machine": self.machine, "gpus": self.gpus, **checks}
+        checks = {name: [one._asdict() for one in getattr(self, name)] for name in ("backends", "extras", "numbers")}
+        return {"sound": self.sound, **self._asdict(), **checks}
 
 
 def examine(*, progress: Callable[[str], object] = lambda name: None) -> Report:
@@ -73,11 +75,9 @@ def examine(*, progress: Callable[[str], object] = lambda name: None) -> Report:
     known = gpus()
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     numbers = [f"{name}, {device}" for device in devices for name in _probes.NUMBERS]
-    found = tried([*_probes.BACKENDS, *numbers, *_probes.PACKAGES], progress=progress)
-    backends, extras, checked = (
-        [found[name] for name in names] for names in (_probes.BACKENDS, _probes.PACKAGES, numbers)
-    )
-    return Report(versions(), machine(), known, backends, extras, checked)
+    findings = tried([*_probes.BACKENDS, *numbers, *_probes.PACKAGES], progress=progress)
+    groups = ([findings[name] for name in names] for names in (_probes.BACKENDS, _probes.PACKAGES, numbers))
+    return Report(versions(), machine(), known, *groups)
 
 
 # -- what is here ------------------------------------------------------------------------------------------------------
@@ -86,23 +86,14 @@ def examine(*, progress: Callable[[str], object] = lambda name: None) -> Report:
 def versions() -> dict[str, str]:
     """Versions of all that may matter, with the commit of the source where that is known."""
     facts = provenance()
-    found = dict(facts["versions"])
-    if facts["commit"]:
-        found["commit"] = facts["commit"] + (" with changes" if facts["modified"] else "")
-    for name in (*CORE, "triton", *(name for extra in EXTRAS.values() for name in extra.packages)):
-        with suppress(PackageNotFoundError):
-            found.setdefault(name, version(name))
-    return found
+    names = (*CORE, "triton", *(name for extra in EXTRAS.values() for name in extra.packages))
+    commit = {"commit": facts["commit"] + (" with changes" if facts["modified"] else "")} if facts["commit"] else {}
+    return {**facts["versions"], **commit, **installed(*(name for name in names if name not in facts["versions"]))}
 
 
 def machine() -> dict[str, Any]:
     """Processor, threads, memory in GB and the instruction sets that matter."""
-    flags: set[str] = set()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags = set(line.partition(":")[2].split())
-                break
+    flags = (cpu_info("flags") or cpu_info("Features")).split()
     memory = None
     with suppress(AttributeError, OSError, ValueError):
         memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
@@ -126,20 +117,17 @@ def gpus() -> list[dict[str, Any]]:
     with suppress(OSError):
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
         driver = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", line)), None)
-    found = []
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        found.append(
-            {
-                "name": facts.name,
-                "memory_gb": round(facts.total_memory / 1e9, 1),
-                "capability": f"{facts.major}.{facts.minor}",
-                "processors": facts.multi_processor_count,
-                "driver": driver,
-                "cuda": torch.version.cuda or torch.version.hip,
-            }
-        )
-    return found
+    return [
+        {
+            "name": facts.name,
+            "memory_gb": round(facts.total_memory / 1e9, 1),
+            "capability": f"{facts.major}.{facts.minor}",
+            "processors": facts.multi_processor_count,
+            "driver": driver,
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+        for facts in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 # -- what works --------------------------------------------------------------------------------------------------------
@@ -147,111 +135,100 @@ def gpus() -> list[dict[str, Any]]:
 
 def tried(names: Sequence[str], *, progress: Callable[[str], object] = lambda name: None) -> dict[str, Finding]:
     """Try the probes in another process; after one that ends it, go on with the next in a new one."""
-    left, found = list(names), dict[str, Finding]()
+    waiting, findings = list(names), dict[str, Finding]()
     environment: dict[str, str] = {}
-    while left:
-        at, status, words = _run(left, environment, found, progress)
-        left = [name for name in left if name not in found]
-        if not left:
+    while waiting:
+        child = _Child(waiting, environment, progress)
+        findings |= child.findings
+        waiting = [name for name in waiting if name not in findings]
+        if not waiting:
             break
-        at = at or left[0]  # it may not even have begun
-        finding = Finding(at, "broken", _death(status, words))
-        if status in (-signal.SIGILL, 128 + signal.SIGILL) and not environment:
-            environment = next((some for some in REMEDIES if _helps(some, at, progress)), {})
+        name = child.trying or waiting[0]  # it may not even have begun
+        finding = Finding(name, "broken", child.death)
+        if child.status in (-signal.SIGILL, 128 + signal.SIGILL) and not environment:
+            helps = (some for some in REMEDIES if name in _Child([name], some, progress).working)
+            environment = next(helps, {})
             if environment:
                 setting = " ".join(f"{key}={value}" for key, value in environment.items())
                 finding = finding._replace(
                     detail=f"{finding.detail}; with {setting} it works, and all after it was tried with that",
                     remedy=f"export {setting}, before torch is imported",
                 )
-        found[at] = finding
-        left.remove(at)
-    return {name: found[name] for name in names}
+        findings[name] = finding
+        waiting.remove(name)
+    return {name: findings[name] for name in names}
 
 
-def _helps(environment: dict[str, str], name: str, progress: Callable[[str], object]) -> bool:
-    found = dict[str, Finding]()
-    _run([name], environment, found, progress)
-    return name in found and found[name].state == "works"
+class _Child:
+    """A process that tries some probes: what it found, what it was trying when it ended, and how that was."""
 
-
-def _run(
-    names: Sequence[str],
-    environment: dict[str, str],
-    found: dict[str, Finding],
-    progress: Callable[[str], object],
-) -> tuple[str | None, int | None, str]:
-    """Start a process and note what it finds; the name it ended at if it did, its status and its last words."""
-    at = None
-    with subprocess.Popen(
-        [*CHILD, *names],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env={**os.environ, **environment},
-    ) as child:
+    def __init__(self, names: Sequence[str], environment: dict[str, str], progress: Callable[[str], object]) -> None:
+        self.findings: dict[str, Finding] = {}
+        self.trying: str | None = None
+        self.late = False
         words: list[str] = []
-        reader = threading.Thread(target=lambda: words.extend(child.stderr or ()), daemon=True)
-        reader.start()
-        waiting = _Patience(child)
-        for line in child.stdout or ():
-            said = _message(line)
-            if "begin" in said:
-                at = said["begin"]
-                progress(at)
-                waiting.begin()
-            elif "name" in said:
-                found[said["name"]] = Finding(**{key: private(str(value)) for key, value in said.items()})
-                at = None
-        waiting.end()
-        status = child.wait()
-        reader.join(5)
-    last = private(next((word.strip() for word in reversed(words) if word.strip()), ""))
-    return at, None if waiting.over else status, last
+        with subprocess.Popen(
+            [*CHILD, *names],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env={**os.environ, **environment},
+        ) as child:
+            reader = threading.Thread(target=lambda: words.extend(child.stderr or ()), daemon=True)
+            reader.start()
 
+            def stop() -> None:
+                self.late = True
+                child.kill()
 
-class _Patience:
-    """Ends a process that is at one try for too long."""
+            def wait() -> threading.Timer:
+                timer = threading.Timer(PATIENCE, stop)
+                timer.daemon = True
+                timer.start()
+                return timer
 
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.child, self.over = child, False
-        self.timer: threading.Timer | None = None
-        self.begin()
+            timer = wait()
+            for line in child.stdout or ():
+                message = _message(line)
+                if "begin" in message:
+                    self.trying = message["begin"]
+                    progress(message["begin"])
+                    timer.cancel()
+                    timer = wait()
+                elif "name" in message:
+                    finding = Finding(**{key: private(str(value)) for key, value in message.items()})
+                    self.findings[finding.name], self.trying = finding, None
+            timer.cancel()
+            self.status = child.wait()
+            reader.join(5)
+        self.last_words = private(next((word.strip() for word in reversed(words) if word.strip()), ""))
 
-    def begin(self) -> None:
-        self.end()
-        self.timer = threading.Timer(PATIENCE, self._stop)
-        self.timer.daemon = True
-        self.timer.start()
+    @property
+    def working(self) -> set[str]:
+        """What works."""
+        return {name for name, finding in self.findings.items() if finding.state == "works"}
 
-    def end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-
-    def _stop(self) -> None:
-        self.over = True
-        self.child.kill()
+    @property
+    def death(self) -> str:
+        """How it ended."""
+        if self.late:
+            return f"did not end within {PATIENCE} s"
+        number = -self.status if self.status < 0 else self.status - 128
+        with suppress(ValueError):
+            if number > 0:
+                return f"ended the process with {signal.Signals(number).name} (status {128 + number})"
+        cause = f": {self.last_words[:200]}" if self.last_words else ""
+        return f"ended the process with status {self.status}{cause}"
 
 
 def _message(line: str) -> dict[str, Any]:
     """A line of a child, if it is one of ours: libraries print, too."""
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def _death(status: int | None, cause: str) -> str:
-    if status is None:
-        return f"did not end within {PATIENCE} s"
-    number = -status if status < 0 else status - 128
     with suppress(ValueError):
-        if number > 0:
-            return f"ended the process with {signal.Signals(number).name} (status {128 + number})"
-    return f"ended the process with status {status}" + (f": {cause[:200]}" if cause else "")
+        message = json.loads(line)
+        return message if isinstance(message, dict) else {}
+    return {}
 
 
 # -- what is nobody's business -----------------------------------------------------------------------------------------
@@ -266,7 +243,7 @@ def private(text: str) -> str:
         >>> private("cannot open '/home/someone/work/libfoo.so': no such file")
         "cannot open '.../libfoo.so': no such file"
     """
-    text = _PATHS.sub(lambda found: ".../" + re.split(r"[\\/]", found.group())[-1], text)
+    text = _PATHS.sub(lambda match: ".../" + re.split(r"[\\/]", match.group())[-1], text)
     names = {socket.gethostname()}
     with suppress(Exception):  # a user without a name
         names.add(getpass.getuser())

@@ -16,28 +16,19 @@ class Extra(NamedTuple):
     packages: dict[str, str]
 
 
+def _extra(gives: str, packages: str) -> Extra:
+    modules = {"faiss-cpu": "faiss", "pillow": "PIL", "scikit-learn": "sklearn"}
+    return Extra(gives, {name: modules.get(name, name) for name in packages.split()})
+
+
 EXTRAS = {
-    "train": Extra(
+    "train": _extra(
         "softsieve train, predict, compare and generate; the integration with Hugging Face",
-        {
-            "accelerate": "accelerate",
-            "datasets": "datasets",
-            "matplotlib": "matplotlib",
-            "pillow": "PIL",
-            "pyarrow": "pyarrow",
-            "scikit-learn": "sklearn",
-            "scipy": "scipy",
-            "seqeval": "seqeval",
-            "soundfile": "soundfile",
-            "tensorboard": "tensorboard",
-            "transformers": "transformers",
-        },
+        "accelerate datasets matplotlib pillow pyarrow scikit-learn scipy seqeval soundfile tensorboard transformers",
     ),
-    "lightning": Extra("callbacks for Lightning", {"lightning": "lightning"}),
-    "rivals": Extra(
-        "sparsemax and entmax-1.5, indexes of faiss to compare with", {"entmax": "entmax", "faiss-cpu": "faiss"}
-    ),
-    "report": Extra("reports to look at in a browser", {"jinja2": "jinja2", "plotly": "plotly"}),
+    "lightning": _extra("callbacks for Lightning", "lightning"),
+    "rivals": _extra("sparsemax and entmax-1.5, indexes of faiss to compare with", "entmax faiss-cpu"),
+    "report": _extra("reports to look at in a browser", "jinja2 plotly"),
 }
 
 
@@ -62,14 +53,14 @@ def extra_of(module: str | None) -> str | None:
     return next((name for name, extra in EXTRAS.items() if top in extra.packages.values()), None)
 
 
-def missing(module: str | None) -> str:
-    """How to get a module that is not there.
+def missing(module: str | None, extra: str | None = None) -> str:
+    """How to get a module that is not there: by the extra that brings it or, if none does, by ``extra``.
 
     Example:
         >>> missing("entmax")
         "the package entmax: pip install 'softsieve[rivals]'"
     """
-    extra = extra_of(module)
+    extra = extra_of(module) or extra
     return f"the package {module}: {install(extra) if extra else f'pip install {module}'}"
 
 
@@ -82,9 +73,7 @@ def package(name: str, what: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        extra = extra_of(error.name) or extra_of(name)
-        how = install(extra) if extra else f"pip install {error.name}"
-        raise InputError(f"{what} needs the package {error.name}: {how}") from None
+        raise InputError(f"{what} needs {missing(error.name, extra_of(name))}") from None
 
 
 def loaded(load: Callable[[], Any], complaint: str) -> Any:

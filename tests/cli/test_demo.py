@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from softsieve import doctor
-from softsieve.cli import app
+from softsieve.cli import app, demo_parts
 from softsieve.doctor import Finding
 
 WAYS = ("softmax", "as-softmax", "as-softmax-skipping")
@@ -20,7 +18,7 @@ WAYS = ("softmax", "as-softmax", "as-softmax-skipping")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"N": 600, "D": 32, "RANK": 8, "CALIBRATION": 1400, "QUERIES": 60}.items():
-        monkeypatch.setattr(importlib.import_module("softsieve.cli.demo"), name, value)
+        monkeypatch.setattr(demo_parts, name, value)
 
 
 def run(*arguments: str, status: int = 0) -> str:
@@ -30,7 +28,11 @@ def run(*arguments: str, status: int = 0) -> str:
 
 
 def found_on(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    monkeypatch.setattr(doctor, "tried", lambda names: {name: Finding(name, state, "") for name in names})
+    monkeypatch.setattr(
+        demo_parts,
+        "tried",
+        lambda names: {name: Finding(name, state, "") for name in names},
+    )
 
 
 def test_two_tables_a_folder_of_runs_and_a_page_and_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

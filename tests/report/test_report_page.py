@@ -17,7 +17,7 @@ from softsieve import as_keep_mask
 from softsieve.report import write_report
 from softsieve.report.colours import SCHEMES
 from softsieve.report.explorer import SHOWN, STEPS, kept_from, payload
-from softsieve.report.page import LONGEST, Table, as_json
+from softsieve.report.page import LONGEST, Table
 from softsieve.report.read import Logits, read_all
 from softsieve.report.sections import sections
 from tests.report.conftest import MakeLogits, MakeRun
@@ -83,10 +83,13 @@ def test_hostile_names_stay_text(tmp_path: Path, make_run: MakeRun, make_logits:
     assert not [name for name in names if "<" in name]  # plotly knows some HTML
 
 
-def test_json_cannot_end_its_element() -> None:
-    text = as_json({"a": HOSTILE + "\u2029&"})
-    assert not set(text) & set("<>&\u2028\u2029")
-    assert json.loads(text) == {"a": HOSTILE + "\u2029&"}
+def test_json_cannot_end_its_element(tmp_path: Path, make_run: MakeRun, make_logits: MakeLogits) -> None:
+    label = HOSTILE[:30] + "\u2028\u2029&'"
+    make_run(tmp_path / "a", labels=[label, *"bcdef"], logits=make_logits())
+    write_report([tmp_path], tmp_path / "page.html")
+    figures, schemes, explorers = Outline((tmp_path / "page.html").read_text(encoding="utf-8")).scripts[:3]
+    assert not set(figures + schemes + explorers) & set("<>&\u2028\u2029")
+    assert json.loads(explorers)[0]["labels"][0] == label
 
 
 def test_only_the_scripts_of_the_page_may_run(real_page: str) -> None:

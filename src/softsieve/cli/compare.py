@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from softsieve._files import only_one
+from softsieve.cli.errors import one_line
+from softsieve.comparisons.output import beside
+from softsieve.comparisons.recipes import ROWS
+from softsieve.errors import InputError
 
 
 def compare(
@@ -31,20 +39,11 @@ def compare(
 
     Each run is written to OUT.runs when it is done; started again, the command makes only what is missing.
     """
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    from softsieve._files import only_one
-    from softsieve.cli.errors import one_line
-    from softsieve.errors import InputError
-
     console = Console()
     asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
         from softsieve.comparisons import losses as suite  # needs the extra train
-        from softsieve.comparisons.output import beside
-        from softsieve.comparisons.recipes import ROWS
 
         jobs = suite.plan(
             task,
@@ -59,15 +58,11 @@ def compare(
             runs = []
             failure = None
             try:
-                for job, found in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
-                    runs.append((job, found))
-                    score = found["test"][found["settings"]["metric"]]
-                    console.print(
-                        f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score:.4f} "
-                        f"in {found['seconds']:.1f} s",
-                        highlight=False,
-                        markup=False,
-                    )
+                for job, run in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
+                    runs.append((job, run))
+                    score = f"{run['test'][run['settings']['metric']]:.4f} in {run['seconds']:.1f} s"
+                    text = f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score}"
+                    console.print(text, highlight=False, markup=False)
             except InputError as error:
                 if not runs:
                     raise
@@ -75,7 +70,7 @@ def compare(
             order = {job.name: number for number, job in enumerate(jobs)}
             runs.sort(key=lambda run: order[run[0].name])
             command = shlex.join(["softsieve", *sys.argv[1:]])
-            suite.write_results(out, [found for _, found in runs], command)
+            suite.write_results(out, [run for _, run in runs], command)
             console.print(Markdown(beside(out, ".md").read_text()))
             if failure is not None:
                 raise failure

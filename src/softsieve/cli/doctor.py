@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from softsieve.cli.errors import one_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from softsieve.doctor import Finding, Report
+from softsieve.doctor import Finding, Report, examine
 
 COLOURS = {"works": "green", "not here": "dim", "broken": "bold red"}
 
@@ -27,10 +27,6 @@ def doctor(
     Exits with 1 when something that is installed does not work.
     """
     with one_line():
-        from rich.console import Console
-
-        from softsieve.doctor import examine
-
         with Console(stderr=True).status("looking", refresh_per_second=4) as status:
             report = examine(progress=lambda name: status.update(f"trying: {name} (the first time, kernels compile)"))
         if as_json:
@@ -44,16 +40,16 @@ def doctor(
 def _show(console: Console, report: Report) -> None:
     _table(console, "Versions", report.versions.items())
     _table(console, "Devices", [*_machine(report.machine), *(("GPU", _gpu(gpu)) for gpu in report.gpus)])
-    _findings(console, "What computes", report.backends)
-    _findings(console, "Extras", report.extras)
-    _findings(console, "Numbers", report.numbers)
-    broken = [found for found in (*report.backends, *report.extras, *report.numbers) if found.state == "broken"]
+    _table(console, "What computes", map(_cells, report.backends))
+    _table(console, "Extras", map(_cells, report.extras))
+    _table(console, "Numbers", map(_cells, report.numbers))
+    broken = [finding for finding in report.findings if finding.state == "broken"]
     if not broken:
         console.print("All that is installed works.")
-    for found in broken:
-        console.print(f"broken: {found.name}: {found.detail}", markup=False, style="bold")
-        if found.remedy:
-            console.print(f"  try: {found.remedy}", markup=False)
+    for finding in broken:
+        console.print(f"broken: {finding.name}: {finding.detail}", markup=False, style="bold")
+        if finding.remedy:
+            console.print(f"  try: {finding.remedy}", markup=False)
 
 
 def _machine(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -74,22 +70,13 @@ def _gpu(facts: dict[str, Any]) -> str:
     )
 
 
-def _table(console: Console, title: str, rows: Any) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(console: Console, title: str, rows: Iterable[Iterable[Any]]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows:
-        table.add_row(name, Text(str(value)))
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     console.print(table)
 
 
-def _findings(console: Console, title: str, findings: list[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", show_header=False)
-    for found in findings:
-        words = f"{found.detail}: {found.remedy}" if found.remedy else found.detail
-        table.add_row(Text(found.name), Text(found.state, COLOURS.get(found.state, "")), Text(words))
-    console.print(table)
+def _cells(finding: Finding) -> tuple[Any, ...]:
+    words = f"{finding.detail}: {finding.remedy}" if finding.remedy else finding.detail
+    return finding.name, Text(finding.state, COLOURS.get(finding.state, "")), words

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
+from rich.console import Console
+from torch import Tensor
 
+from softsieve import _checks
 from softsieve._files import check_writable
+from softsieve._records import write_record
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
-from softsieve.cli.progress import bar, error_console
+from softsieve.cli.progress import bar, error_console, plain_console, quiet_hugging_face, table
 from softsieve.errors import InputError
-
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from rich.console import Console
-    from torch import Tensor
-
-    from softsieve.heads import AdaptiveSoftmax
-    from softsieve.integrations.generation import Agreement, Choice, Written
+from softsieve.heads import AdaptiveSoftmax, DriftWarning
+from softsieve.integrations import generation, hidden_states
+from softsieve.integrations.adaptive_head import INDEX, accelerate_head
+from softsieve.integrations.generation import Agreement, Choice, Written, figures
+from softsieve.tasks.files import read_lines, read_text
+from softsieve.tasks.hf import no_bar
+from softsieve.training.checkpoint import write_folder
 
 _WARM_UP = 4  # tokens that each head answers before those that are timed
 TOKENS_HELP = (
@@ -82,18 +86,12 @@ def generate(
         _check(dtype, eps, delta, temperature, top_k, top_p)
         if calibration is not None and index is not None:
             raise InputError("calibration: expected a text or an index, found both")
+        if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
+            raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
         asked = _prompts(prompt or [], prompts)
-        _check_places(save, out)
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
-        if not sys.stderr.isatty():
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        import torch
-
-        from softsieve._records import write_record
-        from softsieve.integrations import generation, hidden_states
-        from softsieve.integrations.adaptive_head import INDEX
-        from softsieve.tasks.files import read_text
-
+        for place in filter(None, (save, out)):
+            check_writable(place)
+        quiet_hugging_face()
         _set_threads(threads)
         console = error_console()
         text = None if calibration is None else (str(calibration), read_text(calibration))
@@ -110,21 +108,23 @@ def generate(
         if text is None and index is None and Path(model, INDEX).is_file():
             index = Path(model, INDEX)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "k": k}
+        writer = _Writer(network, tokenizer, seed, console)
         if index is not None:
-            head, source = _from_index(network, index, promise, top_k, console)
+            head, source = writer.load_head(index, promise, top_k)
         else:
             promise["k"] = max(k or 1, top_k or 1)
-            head, source = _calibrated(network, tokenizer, text, queries, first, promise, seed, console)
+            head, source = writer.calibrate_head(text, promise, count=queries, first=first)
         if save is not None:
-            _save(save, network, tokenizer)
-            console.print(f"saved: {save}")
+            writer.save(save)
         choice = generation.Choice(temperature, top_k, top_p)
-        pairs = _write(network, tokenizer, starts, tokens, choice, seed, console)
+        pairs = writer.write(starts, tokens, choice)
         _say(pairs)
         if out is not None:
             name = Path(model).name if Path(model).is_dir() else model
-            asked_for = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
-            write_record(out, "generate", {"model": name, **_facts(head), **asked_for}, _rows(pairs, tokenizer))
+            n, d = head.weight.shape
+            facts = {"n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
+            options = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
+            write_record(out, "generate", {"model": name, **facts, **options}, _rows(pairs, tokenizer))
             console.print(f"written: {out}")
 
 
@@ -132,16 +132,9 @@ def generate(
 
 
 def _check(
-    dtype: str,
-    eps: float | None,
-    delta: float | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    dtype: str, eps: float | None, delta: float | None, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     """Before a model is loaded."""
-    from softsieve import _checks
-
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     for name, value in {"eps": eps, "delta": delta}.items():
@@ -157,36 +150,20 @@ def _check(
 
 
 def _check_sizes(network: Any, **sizes: int | None) -> None:
-    from softsieve import _checks
-    from softsieve.integrations.hidden_states import output_layer
-
-    weight: Any = output_layer(network).weight
+    weight: Any = hidden_states.output_layer(network).weight
     for name, value in sizes.items():
         if value is not None:
             _checks.whole_number(name, value, 1, len(weight))
 
 
-def _prompts(given: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
+def _prompts(texts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
     """What to call each prompt, and what it says."""
-    from softsieve.tasks.files import read_lines
-
-    found = [("prompt", prompt) for prompt in given]
-    if file is not None:
-        lines = read_lines(file)
-        if not lines:
-            raise InputError(f"{file}: expected prompts, one a line, found none")
-        found += lines
-    if not found:
+    lines = [] if file is None else read_lines(file)
+    if file is not None and not lines:
+        raise InputError(f"{file}: expected prompts, one a line, found none")
+    if not texts and file is None:
         raise InputError("prompt: expected --prompt TEXT or --prompts FILE, found neither")
-    return found
-
-
-def _check_places(save: Path | None, out: Path | None) -> None:
-    if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
-        raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
-    for place in (save, out):
-        if place is not None:
-            check_writable(place)
+    return [*(("prompt", text) for text in texts), *lines]
 
 
 # What is done
@@ -196,153 +173,122 @@ def _set_threads(threads: int | None) -> None:
     """As many for the adaptive head as for the exact one."""
     from importlib import import_module
 
-    import torch
-
     numba = import_module("numba")
     if threads is not None:
         torch.set_num_threads(threads)
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
-def _from_index(
-    network: Any, index: Path, promise: dict[str, Any], top_k: int | None, console: Console
-) -> tuple[AdaptiveSoftmax, str]:
-    """Give the model an adaptive head that was saved."""
-    from softsieve.integrations.adaptive_head import accelerate_head
+class _Writer(NamedTuple):
+    """A model that writes with either head."""
 
-    head = accelerate_head(network, index=index, **promise).head
-    most = max(head.calibrations)
-    if top_k is not None and top_k > most:
-        raise InputError(f"top_k: expected at most {most}, which {index} was calibrated for, found {top_k}")
-    console.print(f"index: {index}")
-    return head, "a saved index"
+    network: Any
+    tokenizer: Any
+    seed: int
+    console: Console
 
+    def load_head(self, index: Path, promise: dict[str, Any], top_k: int | None) -> tuple[AdaptiveSoftmax, str]:
+        """Give the model an adaptive head that was saved."""
+        head = accelerate_head(self.network, index=index, **promise).head
+        most = max(head.calibrations)
+        if top_k is not None and top_k > most:
+            raise InputError(f"top_k: expected at most {most}, which {index} was calibrated for, found {top_k}")
+        self.console.print(f"index: {index}")
+        return head, "a saved index"
 
-def _calibrated(
-    network: Any,
-    tokenizer: Any,
-    text: tuple[str, str] | None,
-    queries: int,
-    first: int | None,
-    promise: dict[str, Any],
-    seed: int,
-    console: Console,
-) -> tuple[AdaptiveSoftmax, str]:
-    """Give the model an adaptive head for a text, which has a place, or for what it writes itself."""
-    import torch
+    def calibrate_head(
+        self, text: tuple[str, str] | None, promise: dict[str, Any], **options: Any
+    ) -> tuple[AdaptiveSoftmax, str]:
+        """Give the model an adaptive head for a text, which has a place, or for what it writes itself."""
+        wrote = "that the model wrote itself, at temperature 1"
+        source = f"{options['count']} tokens {wrote if text is None else 'of a text'}"
+        generator = torch.Generator().manual_seed(self.seed)
+        start = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with bar(self.console) as progress:
+                options["progress"] = progress
+                if text is None:
+                    states = generation.own_states(self.network, self.tokenizer, generator=generator, **options)
+                else:
+                    states = generation.text_states(self.network, self.tokenizer, text[1], place=text[0], **options)
+            with bar(self.console) as progress:
+                head = accelerate_head(self.network, states, **promise, generator=generator, progress=progress).head
+        self.console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
+        for warning in caught:  # such as: too few
+            self.console.print(str(warning.message))
+        return head, source
 
-    from softsieve.integrations import generation
-    from softsieve.integrations.adaptive_head import accelerate_head
+    def save(self, folder: Path) -> None:
+        """All or nothing."""
+        import transformers
 
-    source = f"{queries} tokens " + ("that the model wrote itself, at temperature 1" if text is None else "of a text")
-    generator = torch.Generator().manual_seed(seed)
-    start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with bar(console) as progress:
-            options: dict[str, Any] = {"count": queries, "first": first, "progress": progress}
-            if text is None:
-                states = generation.own_states(network, tokenizer, generator=generator, **options)
-            else:
-                states = generation.text_states(network, tokenizer, text[1], place=text[0], **options)
-        with bar(console) as progress:
-            head = accelerate_head(network, states, **promise, generator=generator, progress=progress).head
-    console.print(f"calibrated in {time.perf_counter() - start:.0f} s with {source}")
-    for warning in caught:  # such as: too few
-        console.print(str(warning.message))
-    return head, source
+        def fill(part: Path) -> None:
+            with no_bar(transformers.utils.logging):
+                self.network.save_pretrained(str(part))
+            self.tokenizer.save_pretrained(str(part))
 
+        write_folder(folder.absolute(), fill)
+        self.console.print(f"saved: {folder}")
 
-def _save(folder: Path, network: Any, tokenizer: Any) -> None:
-    """All or nothing."""
-    import transformers
+    def write(self, starts: Sequence[tuple[str, Tensor]], tokens: int, choice: Choice) -> list[Pair]:
+        """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
+        network = self.network
 
-    from softsieve.tasks.hf import no_bar
-    from softsieve.training.checkpoint import write_folder
+        def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:
+            drawn = torch.Generator().manual_seed(self.seed)  # the same for both heads
+            return generation.write(network, ids, tokens=count, choice=choice, generator=drawn, stream=stream)
 
-    def fill(part: Path) -> None:
-        with no_bar(transformers.utils.logging):
-            network.save_pretrained(str(part))
-        tokenizer.save_pretrained(str(part))
+        def both(prompt: str, ids: Tensor) -> Pair:
+            with bar(self.console) as progress:
 
-    write_folder(folder.absolute(), fill)
+                def tell(what: str) -> Callable[[int], object]:
+                    return lambda token: progress(what, 0.5 / tokens)
 
+                with generation.exact_head(network):
+                    exact = write(ids, tokens, tell("the exact head writes"))
+                reads = tell("the adaptive head reads it")
+                agreement = generation.agreement(network, ids, exact.tokens, stream=reads)
+            transcript = generation.Transcript(self.tokenizer, ids, generation.end_tokens(network, self.tokenizer))
+            typer.echo(typer.style(prompt, bold=True), nl=False)
+            adaptive = write(ids, tokens, lambda token: typer.echo(transcript.add(token), nl=False))
+            typer.echo("\n")
+            return Pair(prompt, exact, adaptive, agreement)
 
-def _write(
-    network: Any,
-    tokenizer: Any,
-    starts: Sequence[tuple[str, Tensor]],
-    tokens: int,
-    choice: Choice,
-    seed: int,
-    console: Console,
-) -> list[Pair]:
-    """Both heads in turns, prompt after prompt; the text of the adaptive one is shown while it comes."""
-    import torch
-
-    from softsieve.heads import DriftWarning
-    from softsieve.integrations import generation
-
-    def write(ids: Tensor, count: int, stream: Callable[[int], object] = lambda token: None) -> Written:
-        drawn = torch.Generator().manual_seed(seed)  # the same for both heads
-        return generation.write(network, ids, tokens=count, choice=choice, generator=drawn, stream=stream)
-
-    def both(prompt: str, ids: Tensor) -> Pair:
-        with bar(console) as progress:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DriftWarning)  # those states are answered exactly, and counted
             with generation.exact_head(network):
-                exact = write(ids, tokens, lambda token: progress("the exact head writes", 0.5 / tokens))
-            agreement = generation.agreement(
-                network, ids, exact.tokens, stream=lambda token: progress("the adaptive head reads it", 0.5 / tokens)
-            )
-        transcript = generation.Transcript(tokenizer, ids, generation.end_tokens(network, tokenizer))
-        typer.echo(typer.style(prompt, bold=True), nl=False)
-        adaptive = write(ids, tokens, lambda token: typer.echo(transcript.add(token), nl=False))
-        typer.echo("\n")
-        return Pair(prompt, exact, adaptive, agreement)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DriftWarning)  # those states are answered exactly, and counted
-        with generation.exact_head(network):
+                write(starts[0][1], _WARM_UP)
             write(starts[0][1], _WARM_UP)
-        write(starts[0][1], _WARM_UP)
-        return [both(prompt, ids) for prompt, ids in starts]
+            return [both(prompt, ids) for prompt, ids in starts]
 
 
 # What is said
 
 
-def _facts(head: AdaptiveSoftmax) -> dict[str, Any]:
-    """What a record says of the adaptive head."""
-    n, d = head.weight.shape
-    return {"n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
-
-
 def _say(pairs: Sequence[Pair]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from softsieve.integrations.generation import figures
-
-    exact, adaptive = figures([pair.exact for pair in pairs]), figures([pair.adaptive for pair in pairs])
+    both = [figures([getattr(pair, head) for pair in pairs]) for head in ("exact", "adaptive")]
+    exact, adaptive = both
     agreed, steps = sum(pair.agreement.agreed for pair in pairs), sum(pair.agreement.steps for pair in pairs)
-    table = Table()
-    for name in ("", "exact head", "adaptive head", "gain"):
-        table.add_column(name, justify="right" if name else "left")
-    rates, times = (exact.tokens_per_second, adaptive.tokens_per_second), (exact.head_ms, adaptive.head_ms)
-    read = exact.bytes_read, adaptive.bytes_read
-    table.add_row("tokens/s", *(f"{rate:.1f}" for rate in rates), f"{rates[1] / rates[0]:.2f}x")
-    table.add_row("ms a token in the head", *(f"{ms:.2f}" for ms in times), f"{times[0] / times[1]:.1f}x")
-    table.add_row("share of time in the head", f"{exact.head_share:.1%}", f"{adaptive.head_share:.1%}", "")
-    table.add_row("MB read a token in the head", *(f"{size / 1e6:.2f}" for size in read), f"{read[0] / read[1]:.1f}x")
-    table.add_row("tokens answered exactly", *(f"{one.exactly} of {one.tokens}" for one in (exact, adaptive)), "")
-    table.add_row("same greedy token as the exact head", "", f"{agreed} of {steps}", "")
-    Console(soft_wrap=True, markup=False, highlight=False).print(table)
+    speed, times = adaptive.tokens_per_second / exact.tokens_per_second, exact.head_ms / adaptive.head_ms
+    rows = [
+        ("tokens/s", *(f"{one.tokens_per_second:.1f}" for one in both), f"{speed:.2f}x"),
+        ("ms a token in the head", *(f"{one.head_ms:.2f}" for one in both), f"{times:.1f}x"),
+        ("share of time in the head", *(f"{one.head_share:.1%}" for one in both), ""),
+        (
+            "MB read a token in the head",
+            *(f"{one.bytes_read / 1e6:.2f}" for one in both),
+            f"{exact.bytes_read / adaptive.bytes_read:.1f}x",
+        ),
+        ("tokens answered exactly", *(f"{one.exactly} of {one.tokens}" for one in both), ""),
+        ("same greedy token as the exact head", "", f"{agreed} of {steps}", ""),
+    ]
+    columns = {name: itemgetter(place) for place, name in enumerate(("", "exact head", "adaptive head", "gain"))}
+    plain_console().print(table(rows, columns))
 
 
 def _rows(pairs: Sequence[Pair], tokenizer: Any) -> list[dict[str, Any]]:
     """Each prompt with each head, and at the end, without a prompt, all of them together."""
-    from softsieve.integrations.generation import figures
-
     rows: list[dict[str, Any]] = []
     for prompt, some in [*((pair.prompt, [pair]) for pair in pairs), (None, pairs)]:
         for head in ("exact", "adaptive"):

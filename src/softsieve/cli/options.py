@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -23,168 +23,125 @@ STRATEGIES = ("steps", "epoch", "no")
 NEVER = 2**31  # a number of steps that no run gets to
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
-_DATA, _MODEL, _TRAINING = "What to learn from", "The model", "Training"
-_MARGIN = "AS-Softmax (--loss as-softmax)"
-_WHEN, _OUTPUT = "When to evaluate, log and save", "Output"
+
+def _panel(title: str) -> Callable[..., Any]:
+    """Makes the options that stand under a title in the help."""
+
+    def option(help: str, default: Any = None, *, names: Sequence[str] = (), **more: Any) -> Any:
+        made = typer.Option(*names, help=help, rich_help_panel=title, show_default=False, **more)
+        return field(default=default, metadata={"option": made})
+
+    return option
 
 
-def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+_data, _model, _training = _panel("What to learn from"), _panel("The model"), _panel("Training")
+_margin = _panel("AS-Softmax (--loss as-softmax)")
+_when, _output = _panel("When to evaluate, log and save"), _panel("Output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `softsieve train`, as they were given."""
 
-    # What to learn from
-    data: Annotated[
-        str | None,
-        _option(
-            _DATA,
-            "a file (.csv, .tsv, .jsonl, .parquet, .conll), a folder (one folder per class, or train.csv and so on), a "
-            "Hugging Face data set or a data set we know (see --task-name)",
-        ),
-    ] = None
-    validation_data: Annotated[str | None, _option(_DATA, "validation data of its own")] = None
-    test_data: Annotated[str | None, _option(_DATA, "test data of its own")] = None
-    task_name: Annotated[
-        str | None,
-        _option(
-            _DATA,
-            "a data set we know: sst5, clinc150, goemotions, reuters, conll2003, sighan15, mnist, eurosat, cifar10 or "
-            "fsdd, read from --data-dir",
-        ),
-    ] = None
-    data_dir: Annotated[
-        Path | None, _option(_DATA, "where the data sets we know are, a folder each; data if not given")
-    ] = None
-    task: Annotated[
-        str | None, _option(_DATA, "text, multilabel, tokens, image or audio; found from the data if not given")
-    ] = None
-    text_column: Annotated[
-        str | None, _option(_DATA, "column of texts, words or file names, where its name does not tell")
-    ] = None
-    label_column: Annotated[str | None, _option(_DATA, "column of labels, where its name does not tell")] = None
-    validation_share: Annotated[
-        float | None, _option(_DATA, "share of the rows held out where there are no validation data; 0.1 if not given")
-    ] = None
-    max_seq_length: Annotated[int, _option(_DATA, "words or tokens of a text that the model reads; 128")] = 128
-    dataloader_num_workers: Annotated[int, _option(_DATA, "threads that decode images and sounds; 0", min=0)] = 0
-    dataloader_pin_memory: Annotated[
-        bool, _option(_DATA, "nothing to do here, accepted for scripts: all rows are on the device from the start")
-    ] = True
-
-    # The model
-    model_name_or_path: Annotated[
-        str | None, _option(_MODEL, "name or folder of a Hugging Face encoder; a small built-in model if not given")
-    ] = None
-    cache_dir: Annotated[Path | None, _option(_MODEL, "where to keep what is downloaded from Hugging Face")] = None
-
-    # Training
-    do_train: Annotated[
-        bool,
-        _option(_TRAINING, "train; of --do-train, --do-eval and --do-predict, all three are done if none is given"),
-    ] = False
-    do_eval: Annotated[bool, _option(_TRAINING, "evaluate on the validation data")] = False
-    do_predict: Annotated[bool, _option(_TRAINING, "evaluate on the test data")] = False
-    loss: Annotated[
-        str,
-        _option(
-            _TRAINING,
-            "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, "
-            "label-smoothing or am-softmax; multi-label: as-softmax or softmax",
-        ),
-    ] = "as-softmax"
-    num_train_epochs: Annotated[
-        float | None, _option(_TRAINING, "passes over the data; 3, and more for the built-in models")
-    ] = None
-    learning_rate: Annotated[float | None, _option(_TRAINING, "peak; 5e-5, and more for the built-in models")] = None
-    per_device_train_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch on each process")] = None
-    per_device_eval_batch_size: Annotated[int | None, _option(_TRAINING, "rows of a batch in evaluation", min=1)] = None
-    weight_decay: Annotated[float, _option(_TRAINING, "of AdamW; 0.01")] = 0.01
-    warmup_ratio: Annotated[float, _option(_TRAINING, "share of training in which the learning rate rises; 0.1")] = 0.1
-    max_grad_norm: Annotated[float, _option(_TRAINING, "gradients are clipped to this norm, 0 for never; 1")] = 1.0
-    fp16: Annotated[bool, _option(_TRAINING, "mixed precision on a GPU; without one, float32 and a word about it")] = (
-        False
+    data: str | None = _data(
+        "a file (.csv, .tsv, .jsonl, .parquet, .conll), a folder (one folder per class, or train.csv and so on), a "
+        "Hugging Face data set or a data set we know (see --task-name)",
     )
-    bf16: Annotated[bool, _option(_TRAINING, "mixed precision")] = False
-    graphs: Annotated[bool, _option(_TRAINING, "replay steps as CUDA graphs, which small models gain from")] = False
-    seed: Annotated[int, _option(_TRAINING, "of weights, order and dropout; 42")] = 42
-
-    # AS-Softmax
-    min_as_delta: Annotated[
-        float | None,
-        _option(
-            _MARGIN,
-            "the margin: a row is solved when its label beats every other class by it; 0.1",
-            "--min-as-delta",
-            "--delta",
-        ),
-    ] = None
-    as_warm_up: Annotated[bool, _option(_MARGIN, "bring the margin down to its value from --initial-as-delta")] = False
-    initial_as_delta: Annotated[float, _option(_MARGIN, "margin at the start of --as-warm-up; 1.0, plain softmax")] = (
-        1.0
+    validation_data: str | None = _data("validation data of its own")
+    test_data: str | None = _data("test data of its own")
+    task_name: str | None = _data(
+        "a data set we know: sst5, clinc150, goemotions, reuters, conll2003, sighan15, mnist, eurosat, cifar10 or "
+        "fsdd, read from --data-dir",
     )
-    ratio: Annotated[float, _option(_MARGIN, "share of training that --as-warm-up takes; 0")] = 0.0
-    as_speed_up: Annotated[bool, _option(_MARGIN, "AS-Speed: larger steps the more rows are solved")] = False
-    accu_steps: Annotated[int, _option(_MARGIN, "batches in a step of --as-speed-up at most; 2")] = 2
-    accu_lambda: Annotated[float, _option(_MARGIN, "how soon --as-speed-up takes larger steps; 1")] = 1.0
-    skip_solved: Annotated[bool, _option(_MARGIN, "leave solved rows out of training and look at them again later")] = (
-        False
+    data_dir: Path | None = _data("where the data sets we know are, a folder each; data if not given")  # noqa: RUF009
+    task: str | None = _data("text, multilabel, tokens, image or audio; found from the data if not given")
+    text_column: str | None = _data("column of texts, words or file names, where its name does not tell")
+    label_column: str | None = _data("column of labels, where its name does not tell")
+    validation_share: float | None = _data(
+        "share of the rows held out where there are no validation data; 0.1 if not given"
     )
-    tolerance: Annotated[float | None, _option(_MARGIN, "share of wrongly left out rows for --skip-solved; 0.005")] = (
-        None
+    max_seq_length: int = _data("words or tokens of a text that the model reads; 128", 128)
+    dataloader_num_workers: int = _data("threads that decode images and sounds; 0", 0, min=0)
+    dataloader_pin_memory: bool = _data(
+        "nothing to do here, accepted for scripts: all rows are on the device from the start", True
     )
 
-    # When to evaluate, log and save
-    evaluation_strategy: Annotated[
-        str | None,
-        _option(
-            _WHEN,
-            "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
-            "--evaluation-strategy",
-            "--eval-strategy",
-        ),
-    ] = None
-    eval_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between evaluations; 500", min=1)] = None
-    logging_strategy: Annotated[str | None, _option(_WHEN, "steps (this if not given), epoch or no")] = None
-    logging_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between log lines; 50", min=1)] = None
-    save_strategy: Annotated[
-        str | None,
-        _option(_WHEN, "steps, epoch (as many steps as one has when nothing is skipped) or no (this if not given)"),
-    ] = None
-    save_steps: Annotated[int | None, _option(_WHEN, "optimizer steps between checkpoints; 500", min=1)] = None
-    save_total_limit: Annotated[int, _option(_WHEN, "checkpoints to keep; 2")] = 2
-    metric_for_best_model: Annotated[
-        str | None,
-        _option(_WHEN, "loss, accuracy, macro_f1, micro_f1 or entity_f1; found from the kind of data if not given"),
-    ] = None
-    greater_is_better: Annotated[bool | None, _option(_WHEN, "whether it is; found from the metric if not given")] = (
-        None
+    model_name_or_path: str | None = _model(
+        "name or folder of a Hugging Face encoder; a small built-in model if not given"
     )
-    load_best_model_at_end: Annotated[
-        bool, _option(_WHEN, "keep the weights of the best evaluation; for the last ones, --evaluation-strategy no")
-    ] = True
-    early_stopping_patience: Annotated[
-        int, _option(_WHEN, "evaluations without a better one before training stops; 0: never")
-    ] = 0
+    cache_dir: Path | None = _model("where to keep what is downloaded from Hugging Face")  # noqa: RUF009
 
-    # Output
-    output_dir: Annotated[
-        Path, _option(_OUTPUT, "for the model, its metrics, checkpoints and the log; softsieve-run if not given")
-    ] = Path("softsieve-run")
-    overwrite_output_dir: Annotated[bool, _option(_OUTPUT, "replace the run that is there")] = False
-    resume_from_checkpoint: Annotated[
-        str | None, _option(_OUTPUT, "a checkpoint's folder to go on from; bare or True, the latest in --output-dir")
-    ] = None
-    show_progress: Annotated[bool, _option(_OUTPUT, "show a progress bar")] = True
-    quiet: Annotated[bool, _option(_OUTPUT, "print nothing but errors")] = False
+    do_train: bool = _training(
+        "train; of --do-train, --do-eval and --do-predict, all three are done if none is given", False
+    )
+    do_eval: bool = _training("evaluate on the validation data", False)
+    do_predict: bool = _training("evaluate on the test data", False)
+    loss: str = _training(
+        "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, label-smoothing or "
+        "am-softmax; multi-label: as-softmax or softmax",
+        "as-softmax",
+    )
+    num_train_epochs: float | None = _training("passes over the data; 3, and more for the built-in models")
+    learning_rate: float | None = _training("peak; 5e-5, and more for the built-in models")
+    per_device_train_batch_size: int | None = _training("rows of a batch on each process")
+    per_device_eval_batch_size: int | None = _training("rows of a batch in evaluation", min=1)
+    weight_decay: float = _training("of AdamW; 0.01", 0.01)
+    warmup_ratio: float = _training("share of training in which the learning rate rises; 0.1", 0.1)
+    max_grad_norm: float = _training("gradients are clipped to this norm, 0 for never; 1", 1.0)
+    fp16: bool = _training("mixed precision on a GPU; without one, float32 and a word about it", False)
+    bf16: bool = _training("mixed precision", False)
+    graphs: bool = _training("replay steps as CUDA graphs, which small models gain from", False)
+    seed: int = _training("of weights, order and dropout; 42", 42)
+
+    min_as_delta: float | None = _margin(
+        "the margin: a row is solved when its label beats every other class by it; 0.1",
+        names=("--min-as-delta", "--delta"),
+    )
+    as_warm_up: bool = _margin("bring the margin down to its value from --initial-as-delta", False)
+    initial_as_delta: float = _margin("margin at the start of --as-warm-up; 1.0, plain softmax", 1.0)
+    ratio: float = _margin("share of training that --as-warm-up takes; 0", 0.0)
+    as_speed_up: bool = _margin("AS-Speed: larger steps the more rows are solved", False)
+    accu_steps: int = _margin("batches in a step of --as-speed-up at most; 2", 2)
+    accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
+    skip_solved: bool = _margin("leave solved rows out of training and screen them again later", False)
+    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.005")
+
+    evaluation_strategy: str | None = _when(
+        "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
+        names=("--evaluation-strategy", "--eval-strategy"),
+    )
+    eval_steps: int | None = _when("optimizer steps between evaluations; 500", min=1)
+    logging_strategy: str | None = _when("steps (this if not given), epoch or no")
+    logging_steps: int | None = _when("optimizer steps between log lines; 50", min=1)
+    save_strategy: str | None = _when(
+        "steps, epoch (as many steps as one has when nothing is skipped) or no (this if not given)"
+    )
+    save_steps: int | None = _when("optimizer steps between checkpoints; 500", min=1)
+    save_total_limit: int = _when("checkpoints to keep; 2", 2)
+    metric_for_best_model: str | None = _when(
+        "loss, accuracy, macro_f1, micro_f1 or entity_f1; found from the kind of data if not given"
+    )
+    greater_is_better: bool | None = _when("whether it is; found from the metric if not given")
+    load_best_model_at_end: bool = _when(
+        "keep the weights of the best evaluation; for the last ones, --evaluation-strategy no", True
+    )
+    early_stopping_patience: int = _when("evaluations without a better one before training stops; 0: never", 0)
+
+    output_dir: Path = _output(  # noqa: RUF009
+        "for the model, its metrics, checkpoints and the log; softsieve-run if not given", Path("softsieve-run")
+    )
+    overwrite_output_dir: bool = _output("replace the run that is there", False)
+    resume_from_checkpoint: str | None = _output(
+        "a checkpoint's folder to go on from; bare or True, the latest in --output-dir"
+    )
+    show_progress: bool = _output("show a progress bar", True)
+    quiet: bool = _output("print nothing but errors", False)
 
     @property
     def asks_evaluation(self) -> bool:
         """Whether it was said that there should be evaluations on validation data."""
-        given = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
-        return self.do_eval or given or self.early_stopping_patience > 0
+        often = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
+        return self.do_eval or often or self.early_stopping_patience > 0
 
     @property
     def does_all(self) -> bool:
@@ -209,7 +166,8 @@ class Options:
 
 def takes_options(command: Callable[[Options], None]) -> Callable[..., None]:
     """The command as a function of single options, as Typer wants it."""
-    hints = get_type_hints(Options, include_extras=True)
+    types = get_type_hints(Options)
+    hints: dict[str, Any] = {f.name: Annotated[types[f.name], f.metadata["option"]] for f in fields(Options)}
     parameters = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(Options)
@@ -256,14 +214,10 @@ def plain_arguments(args: Sequence[str], flags: set[str]) -> Iterator[str]:
 
 
 def steps_between(what: str, strategy: str | None, steps: int | None, usual: str, often: int, epoch: int) -> int:
-    """Optimizer steps from one evaluation, log line or checkpoint to the next.
+    """Optimizer steps from one evaluation, log line or checkpoint (``what``) to the next.
 
-    Args:
-        what: which of them, as it is called in the names of the options.
-        strategy, steps: what was asked for.
-        usual: strategy if there was nothing asked for.
-        often: steps if only "steps" was asked for.
-        epoch: what stands for once an epoch.
+    ``usual`` is the strategy when none was asked for, ``often`` the steps when only "steps" was, and ``epoch`` what
+    stands for once an epoch.
     """
     strategy = strategy or ("steps" if steps is not None else usual)
     _checks.choice(f"{what}_strategy", strategy, STRATEGIES)
@@ -275,14 +229,9 @@ def steps_between(what: str, strategy: str | None, steps: int | None, usual: str
 def make_settings(
     options: Options, defaults: Mapping[str, Any], *, rows: int, validation: bool, processes: int = 1, gpu: bool = False
 ) -> Settings:
-    """The settings of a run.
+    """The settings of a run with so many training ``rows``, shared by ``processes``, where there is a ``gpu`` or not.
 
-    Args:
-        options: what was asked for.
-        defaults: settings to take where nothing was: epochs, batch_size, eval_batch_size, learning_rate, metric, delta.
-        rows, processes: training rows, and processes that share them.
-        validation: whether there are validation rows.
-        gpu: whether there is one, for fp16 needs it.
+    ``defaults`` has epochs, batch_size, eval_batch_size, learning_rate, metric and delta, for what was not asked for.
 
     Raises:
         InputError, TypeError, ValueError: naming the option, what was expected and what was found.
@@ -311,15 +260,13 @@ def make_settings(
         _checks.number(name, value, 0, 1)
     metric = either(options.metric_for_best_model, "metric").removeprefix("eval_")
     save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
+    same = ("loss", "weight_decay", "warmup_ratio", "max_grad_norm", "save_total_limit", "greater_is_better")
     return Settings(
-        loss=options.loss,
+        **{name: getattr(options, name) for name in (*same, "graphs", "seed")},
         epochs=int(epochs),
         batch_size=batch_size,
         eval_batch_size=either(options.per_device_eval_batch_size, "eval_batch_size"),
         learning_rate=either(options.learning_rate, "learning_rate"),
-        weight_decay=options.weight_decay,
-        warmup_ratio=options.warmup_ratio,
-        max_grad_norm=options.max_grad_norm,
         delta=delta,
         initial_delta=options.initial_as_delta,
         delta_ratio=options.ratio if options.as_warm_up else 0.0,
@@ -330,11 +277,7 @@ def make_settings(
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
         save_steps=0 if save_steps == NEVER else save_steps,
-        save_total_limit=options.save_total_limit,
         metric=metric,
-        greater_is_better=options.greater_is_better,
         patience=options.early_stopping_patience,
         precision="bf16" if options.bf16 else "fp16" if options.fp16 and gpu else "no",
-        graphs=options.graphs,
-        seed=options.seed,
     )

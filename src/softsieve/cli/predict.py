@@ -8,19 +8,21 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
+import torch
 import typer
+from torch import Tensor, nn
 
+from softsieve._files import replace_file
 from softsieve.cli.errors import one_line
+from softsieve.cli.progress import plain_console
+from softsieve.cli.train import metrics_table
 from softsieve.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from softsieve.tasks.examples import Examples
-    from softsieve.tasks.task import Task
-    from softsieve.training.rows import Rows
+from softsieve.tasks.examples import Examples
+from softsieve.tasks.read import line_inputs, read_inputs
+from softsieve.tasks.task import Task
+from softsieve.training.rows import Rows
 
 INPUT = {"text": "text", "multilabel": "text", "tokens": "words", "image": "file", "audio": "file"}  # column by kind
 
@@ -50,12 +52,7 @@ def predict(
             raise InputError(f"{out}: expected a file, found a folder")
         if (data is None) == (not text):
             raise InputError(f"data: expected --data or --text, found {'neither' if data is None else 'both'}")
-        import torch
-        from rich.console import Console
-
-        from softsieve._files import replace_file
-        from softsieve.cli.train import metrics_table
-        from softsieve.training.run import load_model
+        from softsieve.training.run import load_model  # needs the extra train
 
         task, net = load_model(model)
         task.workers = workers
@@ -76,7 +73,7 @@ def predict(
                     write(file, table)
 
             replace_file(out, fill)
-        console = Console(stderr=out is None, soft_wrap=True, markup=False, highlight=False)
+        console = plain_console(stderr=out is None)
         if unknown:
             console.print(f"no metrics: {unknown}")
         elif examples.labels:
@@ -88,8 +85,6 @@ def predict(
 def _read(
     task: Task, data: str | None, texts: list[str], text_column: str | None, label_column: str | None
 ) -> Examples:
-    from softsieve.tasks.read import line_inputs, read_inputs
-
     if data is not None and data != "-":
         return read_inputs(data, task.kind, text_column=text_column, label_column=label_column)
     for name, value in {"text_column": text_column, "label_column": label_column}.items():
@@ -121,8 +116,6 @@ def _unknown(task: Task, examples: Examples) -> str:
 
 def _answers(task: Task, model: nn.Module, rows: Rows) -> tuple[Tensor, list[float] | None]:
     """What was decided for every row and, where that is one class, its probability by the softmax of the logits."""
-    import torch
-
     from softsieve.training.run import decide
 
     if task.kind in ("multilabel", "tokens"):

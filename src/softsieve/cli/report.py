@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from softsieve.cli.errors import one_line
+from softsieve.report import write_report
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs, records (.json), or folders of either; several")],
@@ -14,9 +17,6 @@ def report(
     title: Annotated[str, typer.Option(help="its title")] = "softsieve report",
 ) -> None:
     """Make one HTML page of runs and records: tables, curves and an explorer of the margin. It works offline."""
-    from softsieve.cli.errors import one_line
-    from softsieve.report import write_report
-
     with one_line():
         write_report(runs, out, title)
         typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser")

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
 
 from softsieve import _checks
 from softsieve._files import only_one
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
+from softsieve.cli.progress import plain_console, quiet_hugging_face, table
+from softsieve.comparisons.recipes import recipe
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
+from softsieve.tasks.examples import Data, Examples, label_names
+from softsieve.tasks.metrics import are_bio, confusion_matrix_png
+from softsieve.tasks.presets import PRESETS, load_preset
+from softsieve.tasks.read import read_data
+from softsieve.tasks.task import Task
+from softsieve.training.checkpoint import checkpoints
+from softsieve.training.rows import Rows
+from softsieve.training.settings import Settings
 
-if TYPE_CHECKING:  # what takes long to import is imported when the command runs
-    from rich.console import Console
-    from torch import Tensor
-
-    from softsieve.tasks.examples import Data, Examples
-    from softsieve.tasks.task import Task
-    from softsieve.training.rows import Rows
+if TYPE_CHECKING:  # needs the extra train
     from softsieve.training.run import Run
-    from softsieve.training.settings import Settings
 
 CONFUSION = "confusion.png"
 PRETRAINED = {"learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
@@ -41,12 +48,11 @@ def train(options: Options) -> None:
     softsieve train --task_name sst5 --model_name_or_path bert-base-uncased --fp16 --num_train_epochs 7
     """
     with one_line():
-        _set_up_hugging_face(options)
-        from rich.console import Console
-
-        console = Console(
-            quiet=options.quiet or not is_main_process(), soft_wrap=True, markup=False, highlight=False
-        )  # names are printed as they are, whatever is in them
+        if options.cache_dir is not None:  # read when the libraries of Hugging Face are imported, which is later
+            os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
+        shown = options.show_progress and not options.quiet and is_main_process()
+        quiet_hugging_face(bars=shown and sys.stderr.isatty())
+        console = plain_console(quiet=options.quiet or not is_main_process())
         if options.trains:
             with only_one(options.output_dir, "training") if is_main_process() else nullcontext():
                 _train(options, console)
@@ -54,28 +60,15 @@ def train(options: Options) -> None:
             _judge(options, console)
 
 
-def _set_up_hugging_face(options: Options) -> None:
-    """Its libraries read these when they are imported, which is later."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if options.cache_dir is not None:
-        os.environ["HF_HUB_CACHE"] = os.environ["HF_DATASETS_CACHE"] = str(options.cache_dir)
-    if options.quiet or not (options.show_progress and is_main_process() and sys.stderr.isatty()):
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-
-
 def _train(options: Options, console: Console) -> None:
-    import torch
-
-    from softsieve.tasks.task import Task
     from softsieve.training.run import MODEL, decide, encode
     from softsieve.training.run import train as train_task
 
     resume = _checkpoint(options)
-    data = _read(options)
-    defaults = _defaults(data, options.model_name_or_path)
+    data, model = _read(options), options.model_name_or_path
     settings = make_settings(
         options,
-        defaults,
+        _defaults(data, model),
         rows=len(data.train.inputs),
         validation=data.validation is not None,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
@@ -84,12 +77,8 @@ def _train(options: Options, console: Console) -> None:
     multilabel = data.kind == "multilabel"
     _checks.choice("loss", settings.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
     settings.objective(multilabel=multilabel)  # says now which package it lacks
-    task = Task.build(
-        data,
-        model=options.model_name_or_path,
-        max_length=options.max_seq_length,
-        workers=options.dataloader_num_workers,
-    )
+    workers = options.dataloader_num_workers
+    task = Task.build(data, model=model, max_length=options.max_seq_length, workers=workers)
     splits = encode(task, data.train, data.validation, data.test)
     _say_data(console, data, len(task.labels))
     _say_settings(console, options, settings, splits.validation is not None)
@@ -102,25 +91,21 @@ def _train(options: Options, console: Console) -> None:
         resume=resume,
         show=show,
         console=console,
-        about={"data": data.name, "model": options.model_name_or_path or "built-in"},
+        about={"data": data.name, "model": model or "built-in"},
     )
-
     if run.result.best or run.test:
         console.print(metrics_table({"validation": run.result.best, "test": run.test}))
     _say_cost(console, run, len(splits.train))
     console.print(f"model: {options.output_dir / MODEL}; a page about the run: softsieve report {options.output_dir}")
     part, decided = splits.test, run.test_decided
     if part is None and splits.validation is not None:
-        device = next(run.model.parameters()).device
-        part = splits.validation.to(device)
+        part = splits.validation.to(next(run.model.parameters()).device)
         decided = decide(task, run.model.eval(), part)
     _draw(console, options.output_dir, task, part, decided)
 
 
 def _judge(options: Options, console: Console) -> None:
     """Evaluate the model in the output folder."""
-    import torch
-
     from softsieve.training.run import decide, load_model
 
     task, model = load_model(options.output_dir)
@@ -130,15 +115,13 @@ def _judge(options: Options, console: Console) -> None:
         raise InputError(f"{data.name}: expected {task.kind} as the model in {options.output_dir}, found {data.kind}")
     _say_data(console, data, len(task.labels))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for name, examples in (("validation", data.validation), ("test", data.test)):
-        if examples is None:
-            continue
-        part = task.rows(examples).to(device)
-        size = options.per_device_eval_batch_size or 128
-        decided = decide(task, model.to(device), part, batch_size=size)
-        found[name] = task.metrics(*task.by_word(decided, part))
-    console.print(metrics_table(found))
+        if examples is not None:
+            part = task.rows(examples).to(device)
+            decided = decide(task, model.to(device), part, batch_size=options.per_device_eval_batch_size or 128)
+            metrics[name] = task.metrics(*task.by_word(decided, part))
+    console.print(metrics_table(metrics))
     _draw(console, options.output_dir, task, part, decided)
 
 
@@ -147,7 +130,6 @@ def _judge(options: Options, console: Console) -> None:
 
 def _checkpoint(options: Options) -> Path | None:
     """Where to go on from; the output folder is refused if it holds a run that is neither resumed nor given up."""
-    from softsieve.training.checkpoint import checkpoints
     from softsieve.training.run import MODEL
 
     output, asked = options.output_dir, options.resume_from_checkpoint
@@ -160,10 +142,10 @@ def _checkpoint(options: Options) -> Path | None:
         return None
     if asked.lower() != "true":
         return Path(asked)
-    found = checkpoints(output)
-    if not found:
+    saved = checkpoints(output)
+    if not saved:
         raise InputError(f"{output}: expected a checkpoint to resume from, found none")
-    return found[-1]
+    return saved[-1]
 
 
 # Data and defaults
@@ -171,24 +153,12 @@ def _checkpoint(options: Options) -> Path | None:
 
 def _read(options: Options, kind: str | None = None) -> Data:
     """The data, without the parts that are not asked for."""
-    from softsieve.tasks.presets import PRESETS, load_preset
-    from softsieve.tasks.read import read_data
-
     if (options.data is None) == (options.task_name is None):
-        found = "neither" if options.data is None else "both"
-        raise InputError(f"data: expected --data or --task_name, found {found}")
-    own = {
-        "validation_data": options.validation_data,
-        "test_data": options.test_data,
-        "task": options.task,
-        "text_column": options.text_column,
-        "label_column": options.label_column,
-        "validation_share": options.validation_share,
-    }
+        raise InputError(f"data: expected --data or --task_name, found {'neither' if options.data is None else 'both'}")
     known = options.task_name or (options.data if not Path(str(options.data)).exists() else None)
     if options.task_name is not None or known in PRESETS:
-        for name, value in own.items():
-            if value is not None:
+        for name in ("validation_data", "test_data", "task", "text_column", "label_column", "validation_share"):
+            if getattr(options, name) is not None:
                 raise InputError(f"{name}: expected with data of your own, found with {known}, which has its own")
         data = load_preset(str(known), options.data_dir or Path("data"))
     else:
@@ -217,24 +187,18 @@ def _read(options: Options, kind: str | None = None) -> Data:
 
 def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     """Settings that suit the data, for what is not asked for."""
-    from softsieve.comparisons.recipes import recipe
-    from softsieve.tasks.examples import label_names
-    from softsieve.tasks.metrics import are_bio
-
     metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
     if data.kind == "tokens" and are_bio(label_names(data)):
         metric = "entity_f1"
     usual = {"metric": metric, "delta": 0.1}
     if model is not None:
         return {**usual, **PRETRAINED}
-    return {**usual, **_built_in(len(data.train.inputs)), **recipe(data.name, pretrained=False)}
-
-
-def _built_in(rows: int) -> dict[str, Any]:
-    """At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows."""
+    # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
+    rows = len(data.train.inputs)
     batch_size = 16 if rows < 1000 else 64
     epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
-    return {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    return {**usual, **built_in, **recipe(data.name, pretrained=False)}
 
 
 # What is said
@@ -278,26 +242,19 @@ def _say_cost(console: Console, run: Run, rows: int) -> None:
     )
 
 
-def metrics_table(found: Mapping[str, Mapping[str, float]]) -> Any:
+def metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Any:
     """A table of metrics by part of the data; empty parts are left out."""
-    from rich.table import Table
 
-    found = {name: metrics for name, metrics in found.items() if metrics}
-    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
-    table = Table()
-    table.add_column("")
-    for name in names:
-        table.add_column(name if name == "loss" else f"{name} %", justify="right")
-    for part, metrics in found.items():
-        cells = [f"{metrics[name]:.4f}" if name == "loss" else f"{100 * metrics[name]:.2f}" for name in names]
-        table.add_row(part, *cells)
-    return table
+    def column(name: str) -> Callable[[tuple[str, Mapping[str, float]]], str]:
+        return lambda row: f"{row[1][name]:.4f}" if name == "loss" else f"{100 * row[1][name]:.2f}"
+
+    names = dict.fromkeys(name for values in metrics.values() for name in values)
+    columns = {name if name == "loss" else f"{name} %": column(name) for name in names}
+    return table([row for row in metrics.items() if row[1]], {"": lambda row: row[0], **columns})
 
 
 def _draw(console: Console, output: Path, task: Task, rows: Rows | None, decided: Tensor | None) -> None:
     """The confusion matrix, where a row has one label."""
-    from softsieve.tasks.metrics import confusion_matrix_png
-
     if task.kind in ("multilabel", "tokens") or rows is None or decided is None or not is_main_process():
         return
     confusion_matrix_png(output / CONFUSION, rows.target.cpu(), decided.cpu(), task.labels)

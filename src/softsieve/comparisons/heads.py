@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.head_methods import EXACT, FITTED, METHODS, RIVALS, Layer, Plan, Point, spread
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
@@ -151,7 +151,7 @@ def measure(
     stretch: int = 25,
     seed: int = 0,
     exact: Sequence[str] = EXACT,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> list[Result]:
     """All operating points of the methods, and of the exact product, for every corpus and k.
 

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ def plan(
     """All runs of a comparison, data set by data set and seed by seed.
 
     Raises:
-        InputError: for an unknown row, and for rows or data sets of one name.
-        TypeError, ValueError: for settings that cannot be.
+        InputError: when a row is unknown, or rows or data sets have the same name.
+        TypeError, ValueError: when a setting has a wrong type or value.
     """
     for row in rows:
         if row not in ROWS:
@@ -115,10 +115,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "test": run.test,
         "validation": result.best,
-        "seconds": result.seconds,
-        "evaluation_seconds": result.evaluation_seconds,
-        "steps": result.steps,
-        "best_step": result.best_step,
+        **{name: getattr(result, name) for name in ("seconds", "evaluation_seconds", "steps", "best_step")},
         "trained_rows": result.trained,
         "screened_rows": result.screened,
         "solved": [line["solved"] for line in result.log if "solved" in line],
@@ -151,21 +148,17 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
             how many and why the first did.
     """
     check_writable(folder / "run.json")
-    missing = []
-    for job in jobs:
-        path = folder / f"{job.name}.json"
-        if path.exists():
-            yield job, _read_run(path)
-        else:
-            missing.append(job)
+    files = {job: folder / f"{job.name}.json" for job in jobs}
+    made = {job for job, path in files.items() if path.exists()}
+    yield from ((job, _read_run(files[job])) for job in jobs if job in made)
     failed = []
-    for job, found in _results(missing, side_by_side):
-        if isinstance(found, str):
-            failed.append(f"{job.name}: {found}")
+    for job, result in _results([job for job in jobs if job not in made], side_by_side):
+        if isinstance(result, str):
+            failed.append(f"{job.name}: {result}")
             continue
-        found["side_by_side"] = side_by_side
-        write_text(folder / f"{job.name}.json", json.dumps(found) + "\n")
-        yield job, found
+        result["side_by_side"] = side_by_side
+        write_text(files[job], json.dumps(result) + "\n")
+        yield job, result
     if failed:
         raise InputError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0]}")
 
@@ -176,23 +169,20 @@ def _read_run(path: Path) -> dict[str, Any]:
     Raises:
         InputError: when the file is damaged; without it the run is made again.
     """
+    wrong = "cannot be read"
     try:
-        found = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)}): remove it to make the run again") from None
-    try:
-        _look_at(found)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: damaged ({first_line(error)}): remove it to make the run again") from None
-    return found  # type: ignore[no-any-return]
+        run: dict[str, Any] = json.loads(read_text(path))
+        wrong = "damaged"
+        _check_run(run)
+    except InputError:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: {wrong} ({first_line(error)}): remove it to make the run again") from None
+    return run
 
 
-def _look_at(run: Any) -> None:
-    """Refuse what no table can be made of.
-
-    Raises:
-        KeyError, TypeError, ValueError: naming what is missing or wrong.
-    """
+def _check_run(run: Any) -> None:
+    """Refuse what no table can be made of, by errors of Python that name what is missing or wrong."""
     settings, made = run["settings"], run["provenance"]
     numbers = {name: run[name] for name in ("seconds", "steps", "trained_rows", "screened_rows", "side_by_side")}
     numbers |= {name: settings[name] for name in ("epochs", "batch_size", "learning_rate", "delta")}
@@ -232,44 +222,40 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A line for every data set and row: means over seeds, and the paired test against the baseline."""
     lines = []
     for task in dict.fromkeys(run["task"] for run in runs):
-        here = [run for run in runs if run["task"] == task]
-        by_row = {row: {r["seed"]: r for r in here if r["row"] == row} for row in ROWS}
-        base = by_row[BASELINE]
-        for row, found in by_row.items():
-            if not found:
-                continue
-            ordered = [found[seed] for seed in sorted(found)]
-            metric = ordered[0]["settings"]["metric"]
-            scores = [run["test"][metric] for run in ordered]
-            mean = _mean_of(ordered)
-            line = {
-                "task": task,
-                "row": row,
-                "metric": metric,
-                "seeds": len(scores),
-                "mean": statistics.mean(scores),
-                "deviation": statistics.stdev(scores) if len(scores) > 1 else 0.0,
-                "p": None,
-                "speed": None,
-                "seconds": statistics.median(run["seconds"] for run in ordered),
-                "side_by_side": max(run["side_by_side"] for run in ordered),
-                **{name: mean(name) for name in ("steps", "trained_rows", "screened_rows")},
-            }
-            shared = sorted(found.keys() & base.keys())
-            if row != BASELINE and shared:
-                line["p"] = _paired(
-                    [found[s]["test"][metric] for s in shared], [base[s]["test"][metric] for s in shared]
-                )
-                # Times compare only on one machine that as many runs shared.
-                if len({_where(made[s]) for made in (base, found) for s in shared}) == 1:
-                    theirs, ours = ([made[s]["seconds"] for s in shared] for made in (base, found))
-                    line["speed"] = statistics.median(theirs) / statistics.median(ours)
-            lines.append(line)
+        by_row = {row: {r["seed"]: r for r in runs if r["task"] == task and r["row"] == row} for row in ROWS}
+        lines += [_summary(task, row, by_seed, by_row[BASELINE]) for row, by_seed in by_row.items() if by_seed]
     return lines
 
 
-def _mean_of(runs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
-    return lambda name: statistics.mean(run[name] for run in runs)
+def _summary(task: str, row: str, by_seed: dict[int, Any], baseline: dict[int, Any]) -> dict[str, Any]:
+    runs = [by_seed[seed] for seed in sorted(by_seed)]
+    metric = runs[0]["settings"]["metric"]
+    scores = [run["test"][metric] for run in runs]
+    p = speed = None
+    shared = sorted(by_seed.keys() & baseline.keys())
+    if row != BASELINE and shared:
+        ours, theirs = ([some[seed] for seed in shared] for some in (by_seed, baseline))
+        p = _paired([run["test"][metric] for run in ours], [run["test"][metric] for run in theirs])
+        # Times compare only on one machine that as many runs shared.
+        if len(set(map(_where, (*ours, *theirs)))) == 1:
+            speed = _median("seconds", theirs) / _median("seconds", ours)
+    return {
+        "task": task,
+        "row": row,
+        "metric": metric,
+        "seeds": len(scores),
+        "mean": statistics.mean(scores),
+        "deviation": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+        "p": p,
+        "speed": speed,
+        "seconds": _median("seconds", runs),
+        "side_by_side": max(run["side_by_side"] for run in runs),
+        **{name: statistics.mean(r[name] for r in runs) for name in ("steps", "trained_rows", "screened_rows")},
+    }
+
+
+def _median(name: str, runs: Sequence[dict[str, Any]]) -> float:
+    return float(statistics.median(run[name] for run in runs))
 
 
 def _where(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -289,49 +275,46 @@ def _paired(scores: Sequence[float], base: Sequence[float]) -> float | None:
 
 def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
     """The table for people, with what it was made with."""
-    text = [f"Made with\n\n```\n{command}\n```\n"]
     made = [run["provenance"] for run in runs]
-    commits = _each(m["commit"] for m in made)
-    machines = _each(m["gpu"] or m["machine"]["processor"] for m in made)
-    text.append(
+    commits, machines = _each(m["commit"] for m in made), _each(m["gpu"] or m["machine"]["processor"] for m in made)
+    text = [
+        f"Made with\n\n```\n{command}\n```\n",
         f"at commit {commits} on {machines}, torch {_each(m['versions']['torch'] for m in made)}.\n"
         "Mean and standard deviation over seeds on the test rows, at the best validation epoch; p: paired t-test\n"
         f"against {BASELINE} over the same seeds; seconds: median wall time of training and validation, in brackets\n"
         f"how many runs shared the machine; speed: that of {BASELINE} over it; trained: rows that went forward and\n"
-        "backward; looked at: rows that went forward only, to see whether they are solved.\n"
-    )
+        "backward; screened: rows that went forward only, to see whether they are solved.\n",
+    ]
     for task in dict.fromkeys(run["task"] for run in runs):
-        here = [run for run in runs if run["task"] == task]
-        settings = here[0]["settings"]
-        rows = ", ".join(f"{count} {name}" for name, count in here[0]["rows"].items())
+        own = [run for run in runs if run["task"] == task]
+        run, settings = own[0], own[0]["settings"]
+        rows = ", ".join(f"{count} {name}" for name, count in run["rows"].items())
         said = ", ".join(f"{name} {settings[name]:g}" for name in ("epochs", "batch_size", "learning_rate", "delta"))
-        text.append(
-            f"## {task}\n\n{here[0]['model']}, {here[0]['classes']} classes, rows: {rows}; {said}, {_how(settings)}."
-        )
-        metric = settings["metric"].replace("_", " ")
-        text.append(
-            f"\n| | {metric} % | p | seconds | speed | steps | trained | looked at |\n|---|---|---|---|---|---|---|---|"
-        )
-        for line in summarise(here):
-            p = "" if line["p"] is None else f"{line['p']:.3f}"
-            speed = "" if line["speed"] is None else f"{line['speed']:.2f}x"
-            beside = "" if line["side_by_side"] == 1 else f" ({line['side_by_side']} at a time)"
-            text.append(
-                f"| {line['row']} | {100 * line['mean']:.2f} ± {100 * line['deviation']:.2f} | {p} "
-                f"| {line['seconds']:.1f}{beside} | {speed} "
-                f"| {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
-            )
-        text.append(f"\n{len({run['seed'] for run in here})} seeds.\n")
+        precision = "fp32" if settings["precision"] == "no" else settings["precision"]
+        how = precision + (", CUDA graphs" if settings["graphs"] else "")
+        text += [
+            f"## {task}\n\n{run['model']}, {run['classes']} classes, rows: {rows}; {said}, {how}.",
+            f"\n| | {settings['metric'].replace('_', ' ')} % | p | seconds | speed | steps | trained | screened |",
+            "|---|---|---|---|---|---|---|---|",
+            *map(_line, summarise(own)),
+            f"\n{len({run['seed'] for run in own})} seeds.\n",
+        ]
     return "\n".join(text)
+
+
+def _line(line: dict[str, Any]) -> str:
+    p = "" if line["p"] is None else f"{line['p']:.3f}"
+    speed = "" if line["speed"] is None else f"{line['speed']:.2f}x"
+    beside = "" if line["side_by_side"] == 1 else f" ({line['side_by_side']} at a time)"
+    return (
+        f"| {line['row']} | {100 * line['mean']:.2f} ± {100 * line['deviation']:.2f} | {p} "
+        f"| {line['seconds']:.1f}{beside} | {speed} "
+        f"| {line['steps']:.0f} | {line['trained_rows']:.0f} | {line['screened_rows']:.0f} |"
+    )
 
 
 def _each(names: Iterable[Any]) -> str:
     return " and ".join(dict.fromkeys(map(str, names)))
-
-
-def _how(settings: dict[str, Any]) -> str:
-    precision = "fp32" if settings["precision"] == "no" else settings["precision"]
-    return precision + (", CUDA graphs" if settings["graphs"] else "")
 
 
 def write_results(out: Path, runs: Sequence[dict[str, Any]], command: str) -> None:

@@ -51,11 +51,10 @@ def write_results(
 def write_table(path: Path, configuration: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """A CSV file with a line ``# key: value`` for everything that made it what it is."""
     made = provenance()
-    about = {**configuration, **made, **made["versions"], **made["machine"]}
+    parts = {**made.pop("versions"), **made.pop("machine")}
     text = io.StringIO()
-    for name, value in about.items():
-        if name not in ("versions", "machine"):
-            text.write(f"# {name}: {_cell(value) or 'none'}\n")
+    for name, value in {**configuration, **made, **parts}.items():
+        text.write(f"# {name}: {_cell(value) or 'none'}\n")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
@@ -74,7 +73,7 @@ def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
     """What `write_table` wrote: how it was made, and the rows.
 
     Raises:
-        InputError: for a file that cannot be one, saying where.
+        InputError: when a line is of another kind, saying which.
     """
     lines = read_text(path).splitlines()
     about = {}
@@ -85,13 +84,13 @@ def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
         if line.startswith("# "):
             about[name] = value
     try:
-        found = list(csv.DictReader((line for line in lines if not line.startswith("# ")), strict=True))
+        rows = list(csv.DictReader((line for line in lines if not line.startswith("# ")), strict=True))
     except csv.Error as error:
         raise InputError(f"{path}: not a table ({error})") from None
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
             raise InputError(f"{path}: row {number}: expected as many cells as the header has, found others")
-    return about, found
+    return about, rows
 
 
 # Pictures

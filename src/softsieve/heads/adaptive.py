@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.fit import MOST_K
 from softsieve.heads.cascade.index import Index
@@ -239,7 +239,7 @@ class AdaptiveSoftmax(Portable):
         )
         return drawn.reshape(x.shape[:-1])
 
-    def build(self, queries: Tensor | Iterable[Tensor], *, progress: Progress = no_progress) -> None:
+    def build(self, queries: Tensor | Iterable[Tensor], *, progress: ProgressCallback = no_progress) -> None:
         """Make the index of the cascade for queries like these, of which only the second moment is kept.
 
         Calibrations that were made with another index are forgotten.
@@ -268,7 +268,7 @@ class AdaptiveSoftmax(Portable):
         k: int | Sequence[int] = 1,
         *,
         generator: torch.Generator | None = None,
-        progress: Progress = no_progress,
+        progress: ProgressCallback = no_progress,
     ) -> Any:
         """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
 
@@ -290,7 +290,7 @@ class AdaptiveSoftmax(Portable):
         sample, engine = queries.detach().reshape(-1, queries.shape[-1]), self._engine
         fewest = self._kind.needed(self.delta) * (2 if engine is None else 1)
         _warn_of_few(len(sample), fewest, self.delta)
-        part: Progress = partial(_part, progress, 1 / (len(ks) + (engine is None)))
+        part: ProgressCallback = partial(_part, progress, 1 / (len(ks) + (engine is None)))
         if engine is None:
             mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
             moments = _collect_moments(sample[mixed[: max(1, len(sample) // 2)]], self._layer)
@@ -398,8 +398,8 @@ def _warn_of_few(count: int, fewest: int, delta: float) -> None:
         warnings.warn(f"queries: {few}: every answer will be exact", stacklevel=4)
 
 
-def _part(progress: Progress, share: float, what: str, done: float) -> None:
-    """Progress of a part of the work."""
+def _part(progress: ProgressCallback, share: float, what: str, done: float) -> None:
+    """ProgressCallback of a part of the work."""
     progress(what, done * share)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
-from softsieve._progress import Progress
+from softsieve._progress import ProgressCallback
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.reader import Reader
 from softsieve.heads.watching import Watch
@@ -137,7 +137,7 @@ class Engine(Protocol):
         self.layer = layer
 
     @classmethod
-    def build(cls, layer: Layer, moments: Moments, *, progress: Progress) -> Engine:
+    def build(cls, layer: Layer, moments: Moments, *, progress: ProgressCallback) -> Engine:
         """An engine for queries with these moments."""
         raise ValueError("build: expected method='cascade' or 'auto' and guarantee='calibrated'")
 
@@ -148,7 +148,7 @@ class Engine(Protocol):
         promise: Promise,
         *,
         generator: torch.Generator | None,
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> list[Any]:
         """Fit what the promise takes on sample queries, for every k; what was fitted is kept in `calibrations`."""
         raise ValueError("calibrate: expected a method that can be calibrated")

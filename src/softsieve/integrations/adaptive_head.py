@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve import _checks
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax, WeightChanged
 from softsieve.integrations.hidden_states import (
@@ -235,7 +235,7 @@ def accelerate_head(
     k: int | Sequence[int] | None = None,
     index: str | os.PathLike[str] | None = None,
     generator: torch.Generator | None = None,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> AdaptiveHead:
     """Let a model read a part of its output layer's weight for each new token that it generates.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softsieve import _checks
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.heads import AdaptiveSoftmax, LogPartition, TopK
 from softsieve.heads.modes import in_own_modes
 
@@ -184,7 +184,7 @@ class ShardedAdaptiveSoftmax:
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
-    def build(self, queries: Tensor | Iterable[Tensor], *, progress: Progress = no_progress) -> None:
+    def build(self, queries: Tensor | Iterable[Tensor], *, progress: ProgressCallback = no_progress) -> None:
         """Make the index of a cascade on every rank, as `AdaptiveSoftmax.build`."""
         self._ranks.together(lambda: self.head.build(queries, progress=progress))
 
@@ -195,7 +195,7 @@ class ShardedAdaptiveSoftmax:
         k: int | Sequence[int] = 1,
         *,
         generator: torch.Generator | None = None,
-        progress: Progress = no_progress,
+        progress: ProgressCallback = no_progress,
     ) -> Any:
         """Fit ``guarantee="calibrated"`` on every rank, as `AdaptiveSoftmax.calibrate`.
 
@@ -212,7 +212,7 @@ class ShardedAdaptiveSoftmax:
         return self._ranks.together(lambda: self._calibrate(queries, k, generator, progress))
 
     def _calibrate(
-        self, queries: Tensor, k: int | Sequence[int], generator: torch.Generator | None, progress: Progress
+        self, queries: Tensor, k: int | Sequence[int], generator: torch.Generator | None, progress: ProgressCallback
     ) -> Any:
         wanted = list(k) if isinstance(k, Sequence) else [k]
         for one in wanted:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError
 from softsieve.heads.sampling import draw
 from softsieve.integrations.adaptive_head import AdaptiveHead
@@ -295,7 +295,7 @@ def text_states(
     count: int,
     first: int | None = None,
     place: str = "text",
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> Tensor:
     """Hidden states over the first tokens of a text, (count, d).
 
@@ -318,7 +318,7 @@ def own_states(
     count: int,
     first: int | None = None,
     generator: torch.Generator | None = None,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> Tensor:
     """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d).
 

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from softsieve import _checks
+from softsieve._files import replace_file
 from softsieve.errors import InputError
+from softsieve.report.page import render
+from softsieve.report.read import read_all
+from softsieve.report.sections import made, sections
 
 __all__ = ["write_report"]
 
@@ -35,18 +39,13 @@ def write_report(runs: Sequence[Path], out: Path, title: str = TITLE) -> None:
         >>> "<title>All tests</title>" in html, "test_losses" in html
         (True, True)
     """
-    from softsieve._files import replace_file
-    from softsieve.report.page import render
-    from softsieve.report.read import read_all
-    from softsieve.report.sections import made, sections
-
     if not isinstance(runs, list | tuple):  # a path by itself would be taken apart
         raise TypeError(f"runs: expected a list of paths, found {type(runs).__name__}")
-    found, out = read_all([_checks.path("runs", run) for run in runs]), _checks.path("out", out)
+    sources, out = read_all([_checks.path("runs", run) for run in runs]), _checks.path("out", out)
     if out.is_dir():
         raise InputError(f"{out}: expected a file to write to, found a folder")
-    if out.resolve() in found.files:
+    if out.resolve() in {record.path.resolve() for record in sources.all}:
         raise InputError(f"{out}: expected another file than those that are read")
-    page = render(title, sections(found), made(found))
+    page = render(title, sections(sources), made(sources))
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, lambda part: part.write_bytes(page.encode("utf-8", "replace")))

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def _heat(*colours: str) -> list[list[Any]]:
+    """Colours of probabilities from 0 to 1, most of them for the small ones."""
+    return [[p, colour] for p, colour in zip((0, 0.03, 0.15, 0.4, 0.7, 1), colours, strict=True)]
+
+
 SCHEMES: dict[str, dict[str, Any]] = {
     "light": {
         "paper": "#faf9f6",
@@ -19,14 +25,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "masked": "#c6cad0",
         "solved": "#0f7a5a",
         "lines": ["#0b5fa5", "#c2410c", "#0f7a5a", "#8e3b8f", "#8a6100", "#1d2731", "#b3245c", "#0e7480"],
-        "heat": [
-            [0, "#fffbe9"],
-            [0.03, "#fdeaa8"],
-            [0.15, "#f6b95a"],
-            [0.4, "#d9682f"],
-            [0.7, "#8f2a4d"],
-            [1, "#3b0f4e"],
-        ],
+        "heat": _heat("#fffbe9", "#fdeaa8", "#f6b95a", "#d9682f", "#8f2a4d", "#3b0f4e"),
     },
     "dark": {
         "paper": "#10151b",
@@ -39,13 +38,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "masked": "#434b55",
         "solved": "#55d3a6",
         "lines": ["#7fc1ff", "#ff9d66", "#55d3a6", "#dba5ea", "#e6c25c", "#e7ebf0", "#ff8fb3", "#62d2de"],
-        "heat": [
-            [0, "#12101f"],
-            [0.03, "#33204f"],
-            [0.15, "#7a2a6b"],
-            [0.4, "#d1495b"],
-            [0.7, "#f9a03f"],
-            [1, "#fff3b0"],
-        ],
+        "heat": _heat("#12101f", "#33204f", "#7a2a6b", "#d1495b", "#f9a03f", "#fff3b0"),
     },
 }

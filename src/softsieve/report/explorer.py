@@ -5,7 +5,7 @@ What is masked comes from `as_keep_mask`, asked once for every place of the slid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from softsieve.extras import package
 from softsieve.losses import as_keep_mask
-from softsieve.report.figures import finished
+from softsieve.report.figures import Axis, Panel, Trace, finish, plot
 from softsieve.report.groups import data_sets
-from softsieve.report.page import Explorer, Figure, Section, Table
+from softsieve.report.page import Column, Explorer, Figure, Section, Table
 from softsieve.report.read import Logits, Run
-from softsieve.report.words import cell, short
+from softsieve.report.words import cell, is_number, short, some
 
 STEPS = 100  # of the slider, from 0 to 1
 SHOWN = 24  # classes of a row
@@ -35,7 +35,7 @@ def section(runs: Sequence[Run]) -> Section:
         for run in line.runs
         if run.logits is not None
     ]
-    payloads = [payload(name, logits, _labels(run), _delta(run)) for name, run, logits in named[:MOST]]
+    payloads = [_payload(*run) for run in named[:MOST]]
     left = f" The first {MOST} of {len(named)} runs with logits are here." if len(named) > MOST else ""
     return Section(
         title="Move the margin",
@@ -53,15 +53,11 @@ def section(runs: Sequence[Run]) -> Section:
     )
 
 
-def _labels(run: Run) -> list[str]:
-    said = run.settings.get("labels") or []
-    classes = 0 if run.logits is None else run.logits.logits.shape[1]
-    return [short(cell(label), 40) for label in said] or [str(number) for number in range(classes)]
-
-
-def _delta(run: Run) -> float:
+def _payload(name: str, run: Run, logits: Logits) -> dict[str, Any]:
+    labels = run.settings.get("labels") or list(map(str, range(logits.logits.shape[1])))
     delta = run.settings.get("delta")
-    return min(1.0, max(0.0, float(delta))) if isinstance(delta, int | float) else 0.1
+    shown = min(1.0, max(0.0, float(delta))) if is_number(delta) else 0.1
+    return payload(name, logits, [short(cell(label), 40) for label in labels], shown)
 
 
 def _counts(p: dict[str, Any], step: int) -> str:
@@ -88,9 +84,9 @@ def kept_from(logits: Tensor, target: Tensor) -> Tensor:
     return masked
 
 
-def payload(name: str, found: Logits, labels: Sequence[str], delta: float) -> dict[str, Any]:
+def payload(name: str, source: Logits, labels: Sequence[str], delta: float) -> dict[str, Any]:
     """What the page needs of a run: counts for each step, and the classes it shows, rows by margin."""
-    logits, target = found.logits, found.target
+    logits, target = source.logits, source.target
     rows, classes = logits.shape
     first = kept_from(logits, target)
     p = logits.softmax(-1)
@@ -106,7 +102,7 @@ def payload(name: str, found: Logits, labels: Sequence[str], delta: float) -> di
     steps = torch.arange(STEPS + 1)
     return {
         "name": name,
-        "part": found.part,
+        "part": source.part,
         "delta": round(delta * STEPS),
         "rows": rows,
         "rivals": rows * (classes - 1),
@@ -127,91 +123,49 @@ def payload(name: str, found: Logits, labels: Sequence[str], delta: float) -> di
 
 def _map(p: dict[str, Any]) -> Figure:
     objects = package("plotly.graph_objects", "a report")
-    heat = {
-        "type": "heatmap",
-        "zmin": 0,
-        "zmax": 1,
-        "xgap": 0,
-        "ygap": 0,
-        "hoverongaps": True,
-        "meta": {"role": "heat"},
-    }
-    figure = objects.Figure(
-        data=[
-            {**heat, "z": [[None]], "colorbar": {"title": {"text": "probability"}, "thickness": 12, "len": 0.9}},
-            {"type": "heatmap", "z": [[None]], "xaxis": "x2", "showscale": False, "meta": {"role": "solved"}},
-        ]
-    )
+    heat = {"type": "heatmap", "z": [[None]], "zmin": 0, "zmax": 1, "xgap": 0, "ygap": 0, "hoverongaps": True}
+    bar = {"title": {"text": "probability"}, "thickness": 12, "len": 0.9}
+    strip = {"type": "heatmap", "z": [[None]], "xaxis": "x2", "showscale": False, "meta": {"role": "solved"}}
+    figure = objects.Figure(data=[{**heat, "meta": {"role": "heat"}, "colorbar": bar}, strip])
+    axis, until = {"showgrid": False, "zeroline": False}, p["until"]
     figure.update_layout(
-        xaxis={"domain": [0, 0.93], "showgrid": False, "title": {"text": "class"}, "zeroline": False},
-        xaxis2={"domain": [0.945, 1], "showgrid": False, "tickvals": [0], "ticktext": ["solved"], "zeroline": False},
-        yaxis={
-            "autorange": "reversed",
-            "showgrid": False,
-            "title": {"text": "rows, largest margin first"},
-            "zeroline": False,
-        },
+        xaxis={**axis, "domain": [0, 0.93], "title": {"text": "class"}},
+        xaxis2={**axis, "domain": [0.945, 1], "tickvals": [0], "ticktext": ["solved"]},
+        yaxis={**axis, "autorange": "reversed", "title": {"text": "rows, largest margin first"}},
     )
+    columns: dict[str, Column] = {
+        "row": lambda place: str(place + 1),
+        "label": lambda place: str(p["labels"][p["target"][place]]),
+        "probability of the label": lambda place: f"{p['p'][place][0 if p['ranked'] else p['target'][place]]:.3f}",
+        "solved while delta is below": lambda place: f"{until[place] / STEPS:.2f}" if until[place] else "never",
+    }
     return Figure(
-        title="Rows and classes",
-        caption=f"One row of pixels is one held-out row, one column a class (of more than {SHOWN}: the label, then its "
+        "Rows and classes",
+        f"One row of pixels is one held-out row, one column a class (of more than {SHOWN}: the label, then its "
         "strongest rivals). Grey: masked. In colour: kept, by its "
         "probability. The strip at the right marks solved rows; the line is the frontier between solved and not.",
-        plot=finished(figure, legend=0, height=520),
-        data=Table(
-            f"Rows of {p['name']}, every so many by margin",
-            ["row", "label", "probability of the label", "solved while delta is below"],
-            list(_some_rows(p)),
-        ),
+        finish(figure, legend=0, height=520),
+        Table.of(f"Rows of {p['name']}, every so many by margin", some(p["rows"], _ROWS), columns),
         key="explorer-map",
     )
 
 
-def _some_rows(p: dict[str, Any]) -> Iterator[list[str]]:
-    places = sorted({round(i * (p["rows"] - 1) / (_ROWS - 1)) for i in range(_ROWS)})
-    for place in places:
-        label = p["target"][place]
-        own = 0 if p["ranked"] else label
-        until = p["until"][place]
-        yield [
-            str(place + 1),
-            p["labels"][label],
-            f"{p['p'][place][own]:.3f}",
-            f"{until / STEPS:.2f}" if until else "never",
-        ]
-
-
 def _curves(p: dict[str, Any]) -> Figure:
-    objects = package("plotly.graph_objects", "a report")
     delta = [step / STEPS for step in range(STEPS + 1)]
-    traces: list[dict[str, Any]] = []
-    for slot, name in enumerate(("rival classes masked", "rows solved")):
-        dash = ("solid", "dash")[slot]
-        line = {
-            "type": "scatter",
-            "x": delta,
-            "y": [None] * len(delta),
-            "name": name,
-            "meta": {"slot": slot, "role": "line"},
-        }
-        traces.append({**line, "mode": "lines", "line": {"dash": dash, "width": 2.4}})
-    for slot, symbol in enumerate(("circle", "diamond")):
-        point = {"type": "scatter", "x": [0], "y": [0], "mode": "markers", "showlegend": False, "hoverinfo": "skip"}
-        traces.append({**point, "marker": {"symbol": symbol, "size": 13}, "meta": {"slot": slot, "role": "line"}})
-    figure = objects.Figure(data=traces)
-    figure.update_layout(
-        xaxis={"title": {"text": "delta"}, "range": [0, 1]},
-        yaxis={"title": {"text": "share"}, "ticksuffix": " %", "range": [-2, 103]},
-    )
-    rows = []
-    for step in range(0, STEPS + 1, 5):
-        masked, solved = p["masked"][step], p["solved"][step]
-        rows.append([f"{step / STEPS:.2f}", f"{masked:,} of {p['rivals']:,}", f"{solved:,} of {p['rows']:,}"])
+    names = ("rival classes masked", "rows solved")
+    lines = [Trace(name, delta, [None] * len(delta)) for name in names]
+    points = [Trace(name, [0], [0], joined=False) for name in names]  # at the present delta
+    axes = Axis("delta", range=(0, 1)), Axis("share", suffix=" %", range=(-2, 103))
+    columns: dict[str, Column] = {
+        "delta": lambda step: f"{step / STEPS:.2f}",
+        "rival classes masked": lambda step: f"{p['masked'][step]:,} of {p['rivals']:,}",
+        "rows solved": lambda step: f"{p['solved'][step]:,} of {p['rows']:,}",
+    }
     return Figure(
-        title="What each margin would leave out",
-        caption="The solid curve is the share of rival classes that are masked, the dashed one that of rows that are "
+        "What each margin would leave out",
+        "The solid curve is the share of rival classes that are masked, the dashed one that of rows that are "
         "solved, for every delta; the markers stand at the present one. Both fall to 0 at delta 1.",
-        plot=finished(figure, legend=2, height=340),
-        data=Table(f"Masked and solved of {p['name']}", ["delta", "rival classes masked", "rows solved"], rows),
+        plot([Panel([*lines, *points])], *axes, height=340),
+        Table.of(f"Masked and solved of {p['name']}", range(0, STEPS + 1, 5), columns),
         key="explorer-curves",
     )

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
 from softsieve.report.read import Run
-from softsieve.report.words import cell, deviation, mean, spoken
+from softsieve.report.words import Row, cell, deviation, grouped, is_number, spoken
 
 # What a loss without a margin does not look at.
 _OF_THE_MARGIN = ("delta", "initial_delta", "delta_ratio", "delta_shape", "speed_steps", "speed_lambda")
 _UNSAID = ("seed", "labels", "parameters", "save_steps", "save_total_limit", "logging_steps", "eval_batch_size")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Runs of equal settings, the seed apart."""
 
     label: str
     runs: Sequence[Run]
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Row:
         """Of the first."""
         return self.runs[0].settings
 
@@ -42,46 +41,41 @@ class Line:
 
     def figures(self, name: str) -> list[float]:
         """A figure of the result, of the runs that have it."""
-        return [run.result[name] for run in self.runs if isinstance(run.result.get(name), int | float)]
+        return [run.result[name] for run in self.runs if is_number(run.result.get(name))]
 
 
 def data_sets(runs: Sequence[Run]) -> Iterator[tuple[str, list[Line]]]:
     """Runs by what they were trained on, and there in lines: plain softmax first, others in the order given."""
-    by_data: dict[str, list[Run]] = {}
-    for run in runs:
-        by_data.setdefault(run.settings["data"], []).append(run)
-    for data, here in by_data.items():
-        yield data, sorted(lines_of(here), key=lambda line: line.label != "softmax")
+    for data, own in grouped(runs, lambda run: str(run.settings["data"])).items():
+        yield data, sorted(lines_of(own), key=lambda line: line.label != "softmax")
 
 
 def lines_of(runs: Sequence[Run]) -> list[Line]:
     """Runs of equal settings together; lines of one name are told apart by the settings in which they differ."""
-    by_key: dict[str, list[Run]] = {}
-    for run in runs:
-        by_key.setdefault(json.dumps(_telling(run.settings), sort_keys=True), []).append(run)
-    groups = list(by_key.values())
-    names = [name_of(group[0].settings) for group in groups]
+    groups = list(grouped(runs, lambda run: json.dumps(_telling(run.settings), sort_keys=True)).values())
+    namesakes = grouped((_telling(group[0].settings) for group in groups), name_of)
     lines = []
-    for name, group in zip(names, groups, strict=True):
-        namesakes = [_telling(other[0].settings) for said, other in zip(names, groups, strict=True) if said == name]
-        lines.append(Line(", ".join([name, *_differences(_telling(group[0].settings), namesakes)]), group))
+    for group in groups:
+        settings = _telling(group[0].settings)
+        name = name_of(settings)
+        lines.append(Line(", ".join([name, *_differences(settings, namesakes[name])]), group))
     return lines
 
 
-def _telling(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _telling(settings: Row) -> Row:
     """The settings that make a line what it is."""
     unsaid = _UNSAID if settings["loss"] == "as-softmax" else (*_UNSAID, *_OF_THE_MARGIN)
     return {name: value for name, value in settings.items() if name not in unsaid}
 
 
-def _differences(settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _differences(settings: Row, others: Sequence[Row]) -> Iterator[str]:
     for name in sorted({name for other in others for name in other}):
         values = {json.dumps(other.get(name), sort_keys=True) for other in others}
         if len(values) > 1:
             yield f"{spoken(name)} {cell(settings.get(name)) or 'none'}"
 
 
-def name_of(settings: Mapping[str, Any]) -> str:
+def name_of(settings: Row) -> str:
     """What was trained with, in a few words.
 
     Example:
@@ -105,8 +99,7 @@ def name_of(settings: Mapping[str, Any]) -> str:
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A figure of the log over training, mean and deviation over the runs of a line."""
 
     label: str
@@ -132,21 +125,19 @@ def average(label: str, logged: Sequence[Sequence[tuple[float, float]]]) -> Curv
     if not logged:
         return None
     places = [[x for x, _ in points] for points in logged]
-    if all(place == places[0] for place in places):
-        grid = places[0]
-        values = [[y for _, y in points] for points in logged]
-    else:
+    grid = places[0]
+    if any(place != grid for place in places):
         first, last = max(place[0] for place in places), min(place[-1] for place in places)
         if last < first:
             return None
         size = min(200, max(map(len, places)))
         grid = np.linspace(first, last, size if last > first else 1).tolist()
-        values = [np.interp(grid, [x for x, _ in points], [y for _, y in points]).tolist() for points in logged]
+    values = [np.interp(grid, xs, [y for _, y in points]).tolist() for xs, points in zip(places, logged, strict=True)]
     columns = list(zip(*values, strict=True))
-    return Curve(label, grid, [mean(c) for c in columns], [deviation(c) for c in columns], len(logged))
+    return Curve(label, grid, [fmean(c) for c in columns], [deviation(c) for c in columns], len(logged))
 
 
-def _points(log: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[tuple[float, float]]:
+def _points(log: Sequence[Row], kind: str, name: str) -> list[tuple[float, float]]:
     """Progress and value, of increasing progress: a resumed run may have said things twice."""
     lines = [line for line in log if line["kind"] == kind and name in line]
     last = max((line["step"] for line in lines), default=0) or 1

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from softsieve.report.page import Block, Folded, Part, Section, Table
-from softsieve.report.read import Record, expect, is_number
-from softsieve.report.words import cell, number, short
-
-
-def generate(records: Sequence[Record]) -> Section:
-    """Of `softsieve generate`."""
-    parts: list[Part] = []
-    glance: list[str] = []
-    for record in records:
-        expect(record, record.results, words="head", numbers="tokens tokens_per_second head_ms bytes_read")
-        parts.append(Part(title=_title(record), how=_about(record), blocks=list(_texts(record))))
-        glance += _gist(record)
-    return Section(
-        title="Text from a language model",
-        how="The same model writes with its exact head and with an adaptive one. Agreed: tokens that are those of the "
-        "exact head; read in full: tokens for which the adaptive head fell back on the whole weight.",
-        parts=parts,
-        glance=glance,
-    )
+from softsieve.report.page import Block, Column, Folded, Suite, Table, numbers, texts
+from softsieve.report.read import Record
+from softsieve.report.words import Row, cell, is_number, short
 
 
-def _title(record: Record) -> str:
+def _name(record: Record) -> str:
     model = record.settings.get("model")
     return f"{short(cell(model), 60)} ({short(record.name, 60)})" if model else short(record.name, 60)
 
@@ -39,74 +22,76 @@ def _about(record: Record) -> str:
     return f"{s['n']:,} classes of {s['d']:,} dimensions{calibrated}."
 
 
-def _texts(record: Record) -> Iterator[Block]:
-    body = []
-    for r in sorted(record.results, key=lambda result: bool(result.get("prompt"))):  # all prompts together first
-        agreed = (
-            f"{r['agreed']:,} of {r['steps']:,}" if is_number(r.get("agreed")) and is_number(r.get("steps")) else ""
-        )
-        body.append(
-            [
-                short(str(r.get("prompt") or "all prompts"), 60),
-                r["head"],
-                cell(r["tokens"]),
-                f"{r['tokens_per_second']:.1f}",
-                number(r["head_ms"], 3),
-                f"{100 * r['head_share']:.1f}" if is_number(r.get("head_share")) else "",
-                f"{r['bytes_read'] / 1e6:,.1f}",
-                cell(r.get("exactly")),
-                agreed,
-            ]
-        )
-    head = ["prompt", "head", "tokens", "tokens/s", "ms in the head", "time in the head %", "MB read a token"]
-    yield Table(
-        f"{short(record.name, 60)}: with the exact and the adaptive head", [*head, "read in full", "agreed"], body
-    )
-    written = [
-        [short(str(r.get("prompt") or ""), 80), r["head"], short(r["text"], 600)]
-        for r in record.results
-        if isinstance(r.get("text"), str)
-    ]
+def _agreed(row: Row) -> str:
+    both = is_number(row.get("agreed")) and is_number(row.get("steps"))
+    return f"{row['agreed']:,} of {row['steps']:,}" if both else ""
+
+
+_WRITTEN: dict[str, Column] = {
+    "prompt": lambda row: short(str(row.get("prompt") or "all prompts"), 60),
+    "head": lambda row: str(row["head"]),
+    "tokens": texts("tokens"),
+    "tokens/s": numbers("tokens_per_second", "{:.1f}"),
+    "ms in the head": numbers("head_ms", 3),
+    "time in the head %": numbers("head_share", "{:.1f}", 100),
+    "MB read a token": numbers("bytes_read", "{:,.1f}", 1e-6),
+    "read in full": texts("exactly"),
+    "agreed": _agreed,
+}
+_TEXTS: dict[str, Column] = {
+    "prompt": lambda row: short(str(row.get("prompt") or ""), 80),
+    "head": lambda row: str(row["head"]),
+    "text": lambda row: short(row["text"], 600),
+}
+_PERPLEXITY: dict[str, Column] = {
+    "head": lambda row: str(row["head"]),
+    "k": lambda row: cell(row.get("k")) or "all",
+    "tokens": texts("tokens"),
+    "perplexity": numbers("perplexity", "{:.3f}"),
+    "over the exact one": lambda row: f"{row['ratio']:.4f}" + numbers("ratio_error", " ± {:.4f}")(row),
+    "read in full %": numbers("exact_share", "{:.1f}", 100),
+    "fewer bytes": numbers("bytes_ratio", "{:.2f}x"),
+}
+
+
+def _tables(record: Record) -> Iterator[Block]:
+    name = short(record.name, 60)
+    rows = sorted(record.results, key=lambda row: bool(row.get("prompt")))  # all prompts together first
+    yield Table.of(f"{name}: with the exact and the adaptive head", rows, _WRITTEN)
+    written = [row for row in record.results if isinstance(row.get("text"), str)]
     if written:
-        yield Folded(
-            "What was written", [Table(f"{short(record.name, 60)}: texts", ["prompt", "head", "text"], written)]
-        )
+        yield Folded("What was written", [Table.of(f"{name}: texts", written, _TEXTS)])
 
 
 def _gist(record: Record) -> Iterator[str]:
-    whole = {r["head"]: r for r in record.results if not r.get("prompt")}
+    whole = {row["head"]: row for row in record.results if not row.get("prompt")}
     exact, ours = whole.get("exact"), whole.get("adaptive")
     if exact is None or ours is None or not is_number(ours.get("agreed")):
         return
     yield (
-        f"{_title(record)}: {ours['tokens_per_second']:.1f} tokens a second with the adaptive head, "
+        f"{_name(record)}: {ours['tokens_per_second']:.1f} tokens a second with the adaptive head, "
         f"{exact['tokens_per_second']:.1f} with the exact one; {ours['agreed']:,} of {cell(ours.get('steps'))} tokens "
         "agree."
     )
 
 
-def perplexity(records: Sequence[Record]) -> Section:
-    """Of `python -m experiments perplexity`."""
-    parts = []
-    for record in records:
-        expect(record, record.results, words="head", numbers="perplexity ratio bytes_ratio")
-        body = [
-            [
-                r["head"],
-                cell(r.get("k")) or "all",
-                cell(r.get("tokens")),
-                f"{r['perplexity']:.3f}",
-                f"{r['ratio']:.4f}" + (f" ± {r['ratio_error']:.4f}" if is_number(r.get("ratio_error")) else ""),
-                f"{100 * r['exact_share']:.1f}" if is_number(r.get("exact_share")) else "",
-                f"{r['bytes_ratio']:.2f}x",
-            ]
-            for r in record.results
-        ]
-        head = ["head", "k", "tokens", "perplexity", "over the exact one", "read in full %", "fewer bytes"]
-        parts.append(Part(title=_title(record), blocks=[Table(f"{short(record.name, 60)}: perplexity", head, body)]))
-    return Section(
-        title="Perplexity with an adaptive head",
-        how="How surprised the model is by a text: lower is better, and a ratio of 1 means that the adaptive head, "
-        "which fills in estimates beyond its k best classes, judges the text as the exact one does.",
-        parts=parts,
-    )
+GENERATE = Suite(
+    title="Text from a language model",
+    how="The same model writes with its exact head and with an adaptive one. Agreed: tokens that are those of the "
+    "exact head; read in full: tokens for which the adaptive head fell back on the whole weight.",
+    words="head",
+    numbers="tokens tokens_per_second head_ms bytes_read",
+    name=_name,
+    about=_about,
+    blocks=_tables,
+    gist=_gist,
+)
+PERPLEXITY = Suite(
+    title="Perplexity with an adaptive head",
+    how="How surprised the model is by a text: lower is better, and a ratio of 1 means that the adaptive head, "
+    "which fills in estimates beyond its k best classes, judges the text as the exact one does.",
+    words="head",
+    numbers="perplexity ratio bytes_ratio",
+    name=_name,
+    blocks=lambda record: [Table.of(f"{short(record.name, 60)}: perplexity", record.results, _PERPLEXITY)],
+)

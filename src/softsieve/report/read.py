@@ -5,35 +5,41 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from softsieve._safetensors import read_tensors
 from softsieve.errors import InputError
+from softsieve.report.words import Row, is_number, short
 
 RUN, LOG, LOGITS = "run.json", "log.jsonl", "logits.safetensors"
 DEPTH = 5  # folders below a given one that are searched
 _LARGEST = 2**63  # of a whole number
+_KINDS: dict[str, Any] = {
+    "a name": str,
+    "a string": str,
+    "an object": dict,
+    "a list": list,
+    "a whole number": int,
+    "a number": int | float,
+}
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A file of results: what was measured, how, with what and when."""
 
     path: Path
     name: str  # as the page shows it
     suite: str
-    settings: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    results: Sequence[Mapping[str, Any]]
+    settings: Row
+    provenance: Row
+    results: Sequence[Row]
 
 
-@dataclass(frozen=True)
-class Logits:
+class Logits(NamedTuple):
     """Held-out rows of a run under its best weights."""
 
     logits: Tensor  # (rows, classes)
@@ -41,39 +47,37 @@ class Logits:
     part: str  # of the data
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A training run: its record, its log and, where it left them, logits."""
 
     record: Record
-    log: Sequence[Mapping[str, Any]]
+    log: Sequence[Row]
     logits: Logits | None = None
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Row:
         """How it was trained, and what on."""
         return self.record.settings
 
     @property
-    def result(self) -> Mapping[str, Any]:
+    def result(self) -> Row:
         """What it came to."""
         return self.record.results[0]
 
 
-@dataclass
-class Found:
-    """All that was given."""
+class Sources(NamedTuple):
+    """All that a page is made of."""
 
-    runs: list[Run] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    runs: list[Run]
+    records: list[Record]
 
     @property
-    def files(self) -> set[Path]:
-        """Those that were read, resolved."""
-        return {record.path.resolve() for record in (*self.records, *(run.record for run in self.runs))}
+    def all(self) -> list[Record]:
+        """Records of runs and of measurements."""
+        return [*(run.record for run in self.runs), *self.records]
 
 
-def read_all(paths: Sequence[Path]) -> Found:
+def read_all(paths: Sequence[Path]) -> Sources:
     """Read runs and records, each once, in the order given and by name within a folder.
 
     Raises:
@@ -81,80 +85,72 @@ def read_all(paths: Sequence[Path]) -> Found:
     """
     if not paths:
         raise InputError("runs: expected at least one folder or file, found none")
-    found = Found()
+    sources = Sources([], [])
     seen: set[Path] = set()
-    for given in paths:
-        useful = False
-        for path in _files(given):
-            if path.resolve() in seen:
-                useful = True
+    for root in paths:
+        records = [
+            _record(path, _name(path, root), strict=path in (root, path.with_name(RUN))) for path in _files(root)
+        ]
+        if not any(records):
+            raise InputError(f"{root}: expected a run's folder, with {RUN}, or records (.json), found none")
+        for record in filter(None, records):
+            if record.path.resolve() in seen:
                 continue
-            record = _record(path, _name(path, given), strict=path == given or path.name == RUN)
-            if record is None:
-                continue
-            useful = True
-            seen.add(path.resolve())
+            seen.add(record.path.resolve())
             if record.suite == "train":
-                found.runs.append(_run(record))
+                sources.runs.append(_run(record))
             else:
-                found.records.append(record)
-        if not useful:
-            raise InputError(f"{given}: expected a run's folder, with {RUN}, or records (.json), found none")
-    return found
+                sources.records.append(record)
+    return sources
 
 
-def _files(given: Path) -> Iterator[Path]:
-    """The files that may hold a record: one that was given, or those below a folder."""
-    if not given.exists():
-        raise InputError(f"{given}: expected a run's folder or a record, found nothing there")
-    if not given.is_dir():
-        if given.suffix != ".json":
-            raise InputError(f"{given}: expected a run's folder or a record (.json), found another kind of file")
-        yield given
+def _files(root: Path) -> Iterator[Path]:
+    """The files that may hold a record: the one itself, or those below a folder."""
+    if not root.exists():
+        raise InputError(f"{root}: expected a run's folder or a record, found nothing there")
+    if not root.is_dir():
+        if root.suffix != ".json":
+            raise InputError(f"{root}: expected a run's folder or a record (.json), found another kind of file")
+        yield root
         return
-    for folder, below, names in os.walk(given, onerror=_refuse):
+    for folder, below, names in os.walk(root, onerror=_fail):
         here = Path(folder)
         if RUN in names:
             names, below[:] = [RUN], []  # the model's own files are no records
-        if len(here.relative_to(given).parts) >= DEPTH:
+        if len(here.relative_to(root).parts) >= DEPTH:
             below.clear()
         below[:] = sorted(name for name in below if not name.startswith("."))
-        for name in sorted(names):
-            if name.endswith(".json") and not name.startswith("."):
-                yield here / name
+        yield from (here / name for name in sorted(names) if name.endswith(".json") and not name.startswith("."))
 
 
-def _refuse(error: OSError) -> None:
+def _fail(error: OSError) -> None:
     raise error
 
 
-def _name(path: Path, given: Path) -> str:
-    """A path for people: from what was given on, a run by its folder."""
+def _name(path: Path, root: Path) -> str:
+    """A path for people: from the root on, a run by its folder."""
     place = path.parent if path.name == RUN else path
-    return str(place.relative_to(given.parent)) if place != given.parent else place.resolve().name
+    return str(place.relative_to(root.parent)) if place != root.parent else place.resolve().name
 
 
 def _record(path: Path, name: str, *, strict: bool) -> Record | None:
     """The record of a file; None for JSON of another kind, which is refused where ``strict``."""
-    found = _parse(path, _text(path))
-    if not isinstance(found, dict) or "suite" not in found:
+    content = _parse(_text(path), f"{path}")
+    if not isinstance(content, dict) or "suite" not in content:
         if not strict:
             return None
         raise InputError(f"{path}: expected a record with suite, settings, provenance and results, found other JSON")
-    if found.get("format", 1) != 1:
+    if content.get("format", 1) != 1:
         raise InputError(
-            f"{path}: expected a record of format 1, found {found['format']!r}: made by a later softsieve?"
+            f"{path}: expected a record of format 1, found {content['format']!r}: made by a later softsieve?"
         )
-    for key, kind in {"suite": str, "settings": dict, "provenance": dict, "results": list}.items():
-        if not isinstance(found.get(key), kind):
-            raise InputError(f"{path}: {key}: expected {_WORDS[kind]}, found {_short(found.get(key))}")
-    for number, result in enumerate(found["results"]):
-        if not isinstance(result, dict):
-            raise InputError(f"{path}: results[{number}]: expected an object, found {_short(result)}")
-    return Record(path, name, found["suite"], found["settings"], found["provenance"], found["results"])
-
-
-_WORDS: dict[type, str] = {str: "a name", dict: "an object", list: "a list"}
+    kinds = {"suite": "a name", "settings": "an object", "provenance": "an object", "results": "a list"}
+    for key, kind in kinds.items():
+        _check(f"{path}", content, key, kind)
+    results = {f"results[{number}]": result for number, result in enumerate(content["results"])}
+    for place in results:
+        _check(f"{path}", results, place, "an object")
+    return Record(path, name, *(content[key] for key in kinds))
 
 
 def _text(path: Path) -> str:
@@ -166,66 +162,54 @@ def _text(path: Path) -> str:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _parse(path: Path, text: str, where: str = "") -> Any:
-    def refuse(constant: str) -> None:
-        raise InputError(f"{path}{where}: expected finite numbers, found {constant}")
+def _parse(text: str, where: str) -> Any:
+    """JSON with numbers that a table can show: 1e999 would be infinity."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise InputError(f"{where}: expected finite numbers, found {short(constant, 60)}")
+
+    def real(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else refuse(digits)
+
+    def whole(digits: str) -> int:
+        # Python refuses to read a number of thousands of digits.
+        return int(digits) if len(digits) < 25 and abs(int(digits)) < _LARGEST else refuse(digits)
 
     try:
-        found = json.loads(text, parse_constant=refuse)
-        _check_numbers(found, f"{path}{where}")
+        return json.loads(text, parse_constant=refuse, parse_float=real, parse_int=whole)
     except InputError:
         raise
     except RecursionError:
-        raise InputError(f"{path}{where}: expected a record, found JSON nested too deep") from None
+        raise InputError(f"{where}: expected a record, found JSON nested too deep") from None
     except ValueError as error:
-        raise InputError(f"{path}{where}: expected JSON, found something else or a part of it: {error}") from None
-    return found
-
-
-def _check_numbers(value: Any, where: str) -> None:
-    """Refuse what a table cannot show: 1e999 is read as infinity."""
-    if abs(value) >= _LARGEST if isinstance(value, int) else isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{where}: expected finite numbers, found {_short(value)}")
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_numbers(part, where)
+        raise InputError(f"{where}: expected JSON, found something else or a part of it: {error}") from None
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return "none"
-    text = f"{value:.4g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return "none" if value is None else short(f"{value:.4g}" if isinstance(value, float) else repr(value), 60)
 
 
-# -- values of a record ------------------------------------------------------------------------------------------------
+def _check(where: str, values: Row, name: str, kind: str) -> None:
+    """Refuse a field that is missing or of another kind."""
+    value = values.get(name)
+    if not isinstance(value, _KINDS[kind]) or (kind == "a number" and isinstance(value, bool)):
+        raise InputError(f"{where}: {name}: expected {kind}, found {_short(value)}")
 
 
-def expect(record: Record, results: Sequence[Mapping[str, Any]], *, words: str = "", numbers: str = "") -> None:
+def expect(record: Record, results: Sequence[Row], *, words: str = "", numbers: str = "") -> None:
     """Refuse results that lack a field, named in ``words`` (strings) or ``numbers``, that a figure is drawn from."""
-    for number, result in enumerate(results):
-        for name in words.split():
-            if not isinstance(result.get(name), str):
-                raise InputError(_complaint(record, number, name, "a string", result))
-        for name in numbers.split():
-            if not is_number(result.get(name)):
-                raise InputError(_complaint(record, number, name, "a number", result))
-
-
-def _complaint(record: Record, number: int, name: str, kind: str, result: Mapping[str, Any]) -> str:
-    return f"{record.path}: results[{number}]: {name}: expected {kind}, found {_short(result.get(name))}"
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Not a flag."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    for place, result in enumerate(results):
+        for names, kind in ((words, "a string"), (numbers, "a number")):
+            for name in names.split():
+                _check(f"{record.path}: results[{place}]", result, name, kind)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def _run(record: Record) -> Run:
-    path = record.path
+    path, settings = record.path, record.settings
     if len(record.results) != 1:
         raise InputError(f"{path}: results: expected one, found {len(record.results)}")
     expect(record, record.results, numbers="steps seconds")
@@ -233,40 +217,33 @@ def _run(record: Record) -> Run:
         scores = record.results[0].get(part) or {}
         if not isinstance(scores, dict) or not all(map(is_number, scores.values())):
             raise InputError(f"{path}: results[0]: {part}: expected metrics and their values, found {_short(scores)}")
-    for name in ("data", "loss", "metric"):
-        if not isinstance(record.settings.get(name), str):
-            raise InputError(f"{path}: settings: {name}: expected a string, found {_short(record.settings.get(name))}")
-    seed = record.settings.get("seed")
-    if not isinstance(seed, int):
-        raise InputError(f"{path}: settings: seed: expected a whole number, found {_short(seed)}")
-    labels = record.settings.get("labels") or []
-    if not isinstance(labels, list):
-        raise InputError(f"{path}: settings: labels: expected a list, found {_short(labels)}")
+    for name, kind in {"data": "a string", "loss": "a string", "metric": "a string", "seed": "a whole number"}.items():
+        _check(f"{path}: settings", settings, name, kind)
+    if settings.get("labels"):
+        _check(f"{path}: settings", settings, "labels", "a list")
     return Run(record, _log(path.with_name(LOG)), _logits(path.with_name(LOGITS), record))
 
 
-def _log(path: Path) -> list[Mapping[str, Any]]:
+def _log(path: Path) -> list[Row]:
     """The lines of a log, without a last one that was cut short."""
-    if not path.exists():
-        return []
-    found: list[Mapping[str, Any]] = []
-    lines = _text(path).split("\n")
+    entries: list[Row] = []
+    lines = _text(path).split("\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
         if not line.strip():
             continue
         try:
-            entry = _parse(path, line, f", line {number}")
+            entry = _parse(line, where)
         except InputError:
             if number == len(lines) and "NaN" not in line and "Infinity" not in line:  # no line end: cut short
                 break
             raise
         if not isinstance(entry, dict) or not is_number(entry.get("step")) or not isinstance(entry.get("kind"), str):
-            raise InputError(f"{path}, line {number}: expected an object with step and kind, found {_short(entry)}")
-        for name, value in entry.items():
-            if name != "kind" and not is_number(value):
-                raise InputError(f"{path}, line {number}: {name}: expected a number, found {_short(value)}")
-        found.append(entry)
-    return found
+            raise InputError(f"{where}: expected an object with step and kind, found {_short(entry)}")
+        for name in entry.keys() - {"kind"}:
+            _check(where, entry, name, "a number")
+        entries.append(entry)
+    return entries
 
 
 def _logits(path: Path, record: Record) -> Logits | None:

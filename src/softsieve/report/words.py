@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, TypeGuard, TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+Row = Mapping[str, Any]
 
 LONGEST = 240  # characters of a cell
 
@@ -30,11 +34,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if abs(value) >= 1e-3 else f"{value:.2g}"
 
 
-def mean(values: Sequence[float]) -> float:
-    """Of one value or more."""
-    return statistics.fmean(values)
-
-
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation of a sample, divided by n - 1; 0 for one value.
 
@@ -42,7 +41,7 @@ def deviation(values: Sequence[float]) -> float:
         >>> deviation([1.0, 2.0, 3.0]), deviation([5.0])
         (1.0, 0.0)
     """
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    return stdev(values) if len(values) > 1 else 0.0
 
 
 def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 2) -> str:
@@ -54,7 +53,7 @@ def spread(values: Sequence[float], *, scale: float = 1.0, digits: int = 2) -> s
     """
     if not values:
         return ""
-    middle = f"{scale * mean(values):,.{digits}f}"
+    middle = f"{scale * fmean(values):,.{digits}f}"
     if len(values) == 1 or (digits == 0 and deviation(values) == 0):  # counts that are all the same
         return middle
     return f"{middle} ± {scale * deviation(values):,.{digits}f}"
@@ -132,22 +131,50 @@ def list_of(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def machine(provenance: Mapping[str, Any]) -> str:
+def machine(provenance: Row) -> str:
     """What a measurement was made on."""
-    made = provenance.get("machine")
+    computer = provenance.get("machine")
     parts = [provenance.get("gpu")]
-    if isinstance(made, dict):
-        threads = made.get("threads")
-        parts += [made.get("processor"), count(threads, "thread") if isinstance(threads, int) else None]
+    if isinstance(computer, dict):
+        threads = computer.get("threads")
+        parts += [computer.get("processor"), count(threads, "thread") if isinstance(threads, int) else None]
     return ", ".join(short(str(part), 60) for part in parts if part)
 
 
-def commit(provenance: Mapping[str, Any]) -> str:
+def commit(provenance: Row) -> str:
     """Of the source, and whether it was changed since."""
-    found = provenance.get("commit")
-    return f"{str(found)[:10]}{', modified' if provenance.get('modified') else ''}" if found else ""
+    digits = provenance.get("commit")
+    return f"{str(digits)[:10]}{', modified' if provenance.get('modified') else ''}" if digits else ""
 
 
-def date(provenance: Mapping[str, Any]) -> str:
+def date(provenance: Row) -> str:
     """Day and minute."""
     return str(provenance.get("date") or "").replace("T", " ")[:16]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Not a flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by a key, both in the order in which they come.
+
+    Example:
+        >>> grouped([3, 1, 2], lambda n: "odd" if n % 2 else "even")
+        {'odd': [3, 1], 'even': [2]}
+    """
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def some(size: int, most: int) -> list[int]:
+    """Places in a list of that size, so many at the most, evenly from the first to the last.
+
+    Example:
+        >>> some(3, 12), some(101, 5)
+        ([0, 1, 2], [0, 25, 50, 75, 100])
+    """
+    return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.heads.cascade.fit import AnyFit, Fit, half_width
 from softsieve.heads.reader import Reader
 
@@ -150,7 +150,7 @@ def calibrate(
     start: AnyFit,
     *,
     generator: torch.Generator | None,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> AnyFit:
     """Fit preview, correction and width on scaled queries.
 
@@ -174,7 +174,7 @@ def calibrate(
     return fit
 
 
-def _shape(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
+def _shape(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit:
     """Choose everything but the width, which is a first guess."""
     engine, errors, trials = sample.engine, int(start.delta * len(sample.queries) / 2), []
     settings = engine.settings()
@@ -194,7 +194,7 @@ def _shape(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
     return _correct(sample, best, progress)
 
 
-def _correct(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
+def _correct(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit:
     """Choose the correction of exponentials, and how far corrected sums are off."""
     least, best = math.inf, (start, torch.zeros(0, dtype=torch.float64))
     for correction in CORRECTIONS:
@@ -214,7 +214,7 @@ def _correct(sample: _Sample, start: AnyFit, progress: Progress) -> AnyFit:
     return fit._replace(doubt=usual, interval=2 * float(ratio.max()) / usual if len(ratio) else math.inf)
 
 
-def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: Progress) -> AnyFit:
+def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallback) -> AnyFit:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
     widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, 6.0)]  # few queries may have shaped

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
-from softsieve._progress import Progress
+from softsieve._progress import ProgressCallback
 from softsieve.heads.cascade import calibration
 from softsieve.heads.cascade import fit as fits
 from softsieve.heads.cascade import index as indexes
@@ -39,7 +39,7 @@ class Cascade(Engine):
         self._seen = layer.watch.now()  # what the watch said when the weight was the one that the index was built of
 
     @classmethod
-    def build(cls, layer: Layer, moments: Moments, *, progress: Progress) -> Cascade:
+    def build(cls, layer: Layer, moments: Moments, *, progress: ProgressCallback) -> Cascade:
         seed = layer.options.seed
         return cls(layer, indexes.build(layer.weight, layer.bias, moments, seed=seed, progress=progress))
 
@@ -129,7 +129,7 @@ class Cascade(Engine):
         promise: Promise,
         *,
         generator: torch.Generator | None,
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> list[Any]:
         self.notice_changes()
         layer, enough = self.layer, len(queries) >= calibration.needed(promise.delta)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from softsieve._progress import Progress, no_progress
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.heads.cascade.basis import Moments, joint_basis
 from softsieve.heads.watching import CHUNK, checksums
 
@@ -71,7 +71,7 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
 
 
 def build(
-    weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: Progress = no_progress
+    weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: ProgressCallback = no_progress
 ) -> Index:
     """Make the index of a weight for queries with these moments.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
-from softsieve._progress import Progress
+from softsieve._progress import ProgressCallback
 from softsieve.heads.coordinates import algorithm, calibration
 from softsieve.heads.coordinates.bounds import FIRST, Bounds, Calibrated, Computed, Declared, sizes
 from softsieve.heads.coordinates.calibration import Calibration
@@ -58,7 +58,7 @@ class Coordinates(Engine):
         promise: Promise,
         *,
         generator: torch.Generator | None,
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> list[Any]:
         try:
             reader = self._prepare().reader
