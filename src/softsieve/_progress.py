@@ -1,12 +1,11 @@
-"""ProgressCallback callbacks: what long work calls."""
+"""Progress callbacks: what long work calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-ProgressCallback = Callable[
-    [str, float], object
-]  # called with what was just done, and the share of the whole that it was
+# Called with what was just done, and the share of the whole that it was.
+ProgressCallback = Callable[[str, float], object]
 
 
 def no_progress(what: str, share: float) -> None:

@@ -699,7 +699,7 @@ def test_an_index_of_another_weight(content: Content, tmp_path: Path) -> None:
 def test_settings_are_plain(content: Content) -> None:
     _, settings = content
     assert json.loads(json.dumps(settings)) == settings
-    assert settings["calibrations"]["2"].keys() == set(CascadeCalibration._fields)
+    assert settings["calibrations"]["2"].keys() == {*CascadeCalibration._fields, "tier", "capacity"}  # of both devices
 
 
 @pytest.mark.parametrize("name", ["steps", "tier_steps", "spreads", "unit", "project", "centre", "columns", "records"])
