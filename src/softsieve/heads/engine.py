@@ -120,6 +120,14 @@ class Estimated(NamedTuple):
     exactly: int | Tensor = 0  # queries whose logits are all exact because a fallback was answered already
 
 
+class State(NamedTuple):
+    """What an engine is made of, besides its layer."""
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]  # that JSON can hold
+    fitted_to: Tensor | None = None  # checksums to compare the weight with before the first answer; None: no need
+
+
 class Engine(Protocol):
     """Answers for one method on one kind of device. Any number of threads may ask it at once.
 
@@ -198,25 +206,13 @@ class Engine(Protocol):
         """
         return
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         """Tensors and settings that `from_state` makes the same engine of."""
-        return {}, {"calibrations": {}, "elsewhere": {}}
+        return State({}, {"calibrations": {}, "elsewhere": {}})
 
     @classmethod
-    def from_state(
-        cls,
-        layer: Layer,
-        promise: Promise,
-        tensors: dict[str, Tensor],
-        settings: dict[str, Any],
-        *,
-        fitted_to: Tensor | None = None,
-    ) -> Engine:
-        """The engine of what `state` gave, which is used up.
-
-        Args:
-            promise: what is promised of answers now.
-            fitted_to: checksums that the weight is compared with before the first answer; None: it was compared.
+    def from_state(cls, layer: Layer, promise: Promise, state: State) -> Engine:
+        """The engine of what `state` gave, whose dictionaries are used up; the promise is what is promised now.
 
         Raises:
             LookupError, TypeError, ValueError: when the state does not belong to this layer.

@@ -12,7 +12,7 @@ from torch import Tensor
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.heads import index_file, weightless
-from softsieve.heads.engine import Engine, Layer, Options, Promise
+from softsieve.heads.engine import Engine, Layer, Options, Promise, State
 from softsieve.heads.engines import check_cascade
 from softsieve.heads.modes import in_own_modes, ordinary, own_modes
 
@@ -55,8 +55,8 @@ class Portable:
             raise ValueError(
                 f"device: expected one that torch can use, found {device!r}: {first_line(error)}"
             ) from error
-        tensors, settings = self._state()
-        return type(self)._from_state({name: value.to(device) for name, value in tensors.items()}, settings)
+        tensors, settings, _ = self._state()
+        return type(self)._from_state(State({name: value.to(device) for name, value in tensors.items()}, settings))
 
     @in_own_modes
     def save(self, path: str | os.PathLike[str], *, weight: bool = True) -> None:
@@ -70,7 +70,7 @@ class Portable:
             WeightChanged: when the weight is not the one that the index or the calibrations were made for.
         """
         file = _file(path)
-        tensors, settings = self._state()
+        tensors, settings, _ = self._state()
         if not weight:
             weightless.remove_weight(tensors, settings)
         index_file.write(file, tensors, settings)
@@ -102,7 +102,7 @@ class Portable:
             with own_modes(weight.device.type if isinstance(weight, Tensor) else "cpu"):
                 tensors, settings = index_file.read(file)
                 weightless.add_weight(Path(path), tensors, settings, weight, bias)
-                head = cls._from_state(tensors, settings)
+                head = cls._from_state(State(tensors, settings))
                 if weight is None and head._engine is not None:  # one that is an argument was compared
                     head._engine.check_weight()
                 return head
@@ -111,7 +111,7 @@ class Portable:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{path}: broken: {first_line(error)}") from error
 
-    def _state(self, *, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _state(self, *, check: bool = True) -> State:
         """Tensors and settings that `_from_state` makes the same head of.
 
         Raises:
@@ -122,17 +122,16 @@ class Portable:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         if engine is None:
-            return tensors, {**settings, "calibrations": {}, "elsewhere": {}}
+            return State(tensors, {**settings, "calibrations": {}, "elsewhere": {}})
         if check:
             engine.check_weight()
-        own_tensors, own_settings = engine.state()
-        return tensors | own_tensors, settings | own_settings
+        own = engine.state()
+        return State(tensors | own.tensors, settings | own.settings, engine.fitted_to)
 
     @classmethod
-    def _from_state(
-        cls: type[Head], tensors: dict[str, Tensor], settings: dict[str, Any], *, fitted_to: Tensor | None = None
-    ) -> Head:
-        """The head of what `_state` gave, which is used up; ``fitted_to`` as in `Engine.from_state`."""
+    def _from_state(cls: type[Head], state: State) -> Head:
+        """The head of what `_state` gave, whose dictionaries are used up."""
+        tensors, settings, _ = state
         options = {name: settings.pop(name) for name in SETTINGS}
         head = cls(tensors.pop("weight"), tensors.pop("bias", None), **options)  # type: ignore[call-arg]
         fits = {**settings["calibrations"], **settings.get("elsewhere", {})}
@@ -141,7 +140,7 @@ class Portable:
         elif head._engine is None and fits:
             raise ValueError(f"calibrations.{next(iter(fits))}: expected an index with it, found none")
         if head._engine is not None or "index.centre" in tensors:
-            head._engine = head._kind.from_state(head._layer, head._promise, tensors, settings, fitted_to=fitted_to)
+            head._engine = head._kind.from_state(head._layer, head._promise, state)
         for name in ("calibrations", "elsewhere"):
             if not settings.get(name, True):
                 del settings[name]
@@ -152,9 +151,7 @@ class Portable:
     # Engines have memory of their threads, locks and graphs: copies make their own.
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors, settings = self._state(check=False)
-        fitted_to = None if self._engine is None else self._engine.fitted_to
-        return {"tensors": tensors, "settings": settings, "fitted_to": fitted_to}
+        return self._state(check=False)._asdict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(self.from_copy(state).__dict__)
@@ -162,9 +159,9 @@ class Portable:
     @classmethod
     def from_copy(cls: type[Head], state: dict[str, Any]) -> Head:
         """A head from what `__getstate__` gave. The copy of one that refuses its weight refuses it, too."""
-        tensors, settings = state["tensors"], state["settings"]
+        tensors, settings, fitted_to = State(**state)
         with own_modes(tensors["weight"].device.type):
-            return cls._from_state(ordinary(tensors), dict(settings), fitted_to=state["fitted_to"])
+            return cls._from_state(State(ordinary(tensors), dict(settings), fitted_to))
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -19,7 +19,7 @@ from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.calibration import Trial
 from softsieve.heads.cascade.fit import Fit
-from softsieve.heads.engine import Answer, Engine, Layer, Promise, not_calibrated
+from softsieve.heads.engine import Answer, Engine, Layer, Promise, State, not_calibrated
 from softsieve.heads.exact import Exact
 from softsieve.heads.watching import WeightChanged, changed_rows, list_rows, refuse_changes
 
@@ -183,21 +183,16 @@ class Cascade(Engine):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         tensors = {f"index.{name}": value for name, value in self.index._asdict().items()}
         both = {"calibrations": self.calibrations, "elsewhere": self.elsewhere}
-        return tensors, {name: {str(k): fits.to_file(fit) for k, fit in one.items()} for name, one in both.items()}
+        return State(
+            tensors, {name: {str(k): fits.to_file(fit) for k, fit in one.items()} for name, one in both.items()}
+        )
 
     @classmethod
-    def from_state(
-        cls,
-        layer: Layer,
-        promise: Promise,
-        tensors: dict[str, Tensor],
-        settings: dict[str, Any],
-        *,
-        fitted_to: Tensor | None = None,
-    ) -> Cascade:
+    def from_state(cls, layer: Layer, promise: Promise, state: State) -> Cascade:
+        tensors, settings, fitted_to = state
         tensors.setdefault("index.mean", torch.zeros_like(tensors["index.centre"]))  # version 0.1 had none
         parts = (tensors.pop(f"index.{name}") for name in indexes.Index._fields)
         index = indexes.Index(*(part.to(layer.weight.device) for part in parts))

@@ -14,7 +14,7 @@ from softsieve.heads.coordinates import algorithm, calibration
 from softsieve.heads.coordinates.bounds import FIRST, Bounds, Calibrated, Computed, Declared, sizes
 from softsieve.heads.coordinates.calibration import Calibration
 from softsieve.heads.coordinates.hadamard import padded, random_signs, rotate
-from softsieve.heads.engine import Answer, Engine, Layer, Promise, not_calibrated
+from softsieve.heads.engine import Answer, Engine, Layer, Promise, State, not_calibrated
 from softsieve.heads.reader import Reader
 from softsieve.heads.watching import Sample, WeightChanged, checksums, refuse_changes
 
@@ -121,26 +121,18 @@ class Coordinates(Engine):
         if self.fitted_to is None:
             self.fitted_to = checksums(self.layer.weight, self.layer.bias)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         fits = self.calibrations
         tensors = {f"calibrations.{k}": fit.scale for k, fit in fits.items()}
-        return tensors, {"calibrations": {str(k): fit.queries for k, fit in fits.items()}, "elsewhere": {}}
+        return State(tensors, {"calibrations": {str(k): fit.queries for k, fit in fits.items()}, "elsewhere": {}})
 
     @classmethod
-    def from_state(
-        cls,
-        layer: Layer,
-        promise: Promise,
-        tensors: dict[str, Tensor],
-        settings: dict[str, Any],
-        *,
-        fitted_to: Tensor | None = None,
-    ) -> Coordinates:
+    def from_state(cls, layer: Layer, promise: Promise, state: State) -> Coordinates:
         engine, size, options = cls(layer), layer.weight.shape[1], layer.options
         count = len(sizes(padded(size) if options.rotate else size, FIRST))
         fits = {}
-        for name, queries in settings.pop("calibrations").items():
-            k, scale = int(name), tensors.pop(f"calibrations.{name}")
+        for name, queries in state.settings.pop("calibrations").items():
+            k, scale = int(name), state.tensors.pop(f"calibrations.{name}")
             _checks.whole_number("k", k, 0, len(layer.weight))
             _checks.whole_number("queries", queries, 1, 2**63 - 1)
             if scale.shape != (count,) or not scale.is_floating_point() or bool((scale.isnan() | (scale < 0)).any()):
@@ -148,7 +140,7 @@ class Coordinates(Engine):
             if options.guarantee != "calibrated":
                 raise ValueError("calibrations: made for another guarantee")
             fits[k] = Calibration(scale, queries, promise.delta)
-        engine.calibrations, engine.fitted_to = fits, fitted_to
+        engine.calibrations, engine.fitted_to = fits, state.fitted_to
         if fits:
             engine._note_weight()
         return engine
