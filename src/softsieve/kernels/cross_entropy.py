@@ -106,7 +106,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     if by_op(logits):
         backward = backward_op
     elif torch.is_grad_enabled():  # somebody wants the second derivative
-        backward = _Backward.apply
+        backward = _apply_backward
     return backward(grad_loss * share, logits, *scalars), None, None, None, None, None
 
 
@@ -131,16 +131,15 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 backward_op.register_autograd(_differentiate_again, setup_context=_save_again)
 
 
-class _Forward(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_differentiate)
+def differentiable(forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two."""
+    functions = {"forward": forward, "setup_context": save, "backward": backward}
+    methods = {name: staticmethod(function) for name, function in functions.items()}
+    return type(forward.__name__, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
 
-class _Backward(torch.autograd.Function):
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(_save_again)
-    backward = staticmethod(_differentiate_again)
+_apply_forward = differentiable(_forward, _save, _differentiate)
+_apply_backward = differentiable(_backward, _save_again, _differentiate_again)
 
 
 def as_cross_entropy(
@@ -164,5 +163,5 @@ def as_cross_entropy(
         margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
     else:
-        outputs = _Forward.apply(logits, target, weight, delta, ignore_index, reduction)  # type: ignore[no-untyped-call]
+        outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
     return outputs

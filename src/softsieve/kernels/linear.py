@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from softsieve.kernels import linear_torch
-from softsieve.kernels.cross_entropy import by_op
+from softsieve.kernels.cross_entropy import by_op, differentiable
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
 from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
 
@@ -301,7 +301,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     if by_op(hidden):
         call = backward_op
     elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
-        call = _Backward.apply
+        call = _apply_backward
     options: Options = ctx.options
     grads = call(
         grad_loss * saved.share, hidden, weight, bias, target, tensors,
@@ -325,23 +325,15 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 backward_op.register_autograd(_refuse, setup_context=_save_nothing)
 
 
-class _Forward(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_differentiate)
-
-
-class _Backward(torch.autograd.Function):
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse)
+_apply_forward = differentiable(_forward, _save, _differentiate)
+_apply_backward = differentiable(_backward, _save_nothing, _refuse)
 
 
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Saved]:
     """`forward` of (rows, size), (classes, size) and (classes,) or None, with a differentiable loss."""
-    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _Forward.apply
+    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _apply_forward
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets))
     loss, *saved = call(*tensors, *options)
     return loss, Saved(*saved)

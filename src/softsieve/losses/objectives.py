@@ -9,6 +9,7 @@ An objective is a loss together with the head it wants, so that a trainer needs 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -23,8 +24,6 @@ from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
 from softsieve.losses.multilabel import as_multilabel_loss
-
-INF = float("inf")
 
 
 class Outcome(NamedTuple):
@@ -42,9 +41,12 @@ class Objective(ABC):
     """What a trainer knows of a loss. Options are fields, so an objective prints and serialises with its settings."""
 
     reduction: str = "mean"
+    limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # what the numbers among the fields may be
 
     def __post_init__(self) -> None:
         _checks.choice("reduction", self.reduction, _checks.REDUCTIONS)
+        for name, low, high in self.limits:
+            setattr(self, name, _checks.number(name, getattr(self, name), low, high))
 
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         """The layer that makes this objective's logits from features."""
@@ -67,7 +69,7 @@ class SingleLabel(Objective):
 
 
 class Rival(SingleLabel):
-    """A loss that says only what a row costs."""
+    """A loss that only says what a row costs."""
 
     @abstractmethod
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -97,10 +99,7 @@ class TSoftmax(Rival):
     """Cross-entropy of ``logits / temperature``."""
 
     temperature: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.temperature = _checks.number("temperature", self.temperature, 1e-6)
+    limits = (("temperature", 1e-6, math.inf),)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits / self.temperature, target, reduction="none")
@@ -119,7 +118,7 @@ class SparseSoftmax(Rival):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         top = logits.topk(min(self.k, logits.shape[-1]), -1).indices
         keep = torch.zeros_like(logits, dtype=torch.bool).scatter(1, torch.cat([top, target.unsqueeze(1)], 1), True)
-        return F.cross_entropy(torch.where(keep, logits, -INF), target, reduction="none")
+        return F.cross_entropy(torch.where(keep, logits, -math.inf), target, reduction="none")
 
 
 class _FromEntmax(Rival):
@@ -135,7 +134,7 @@ class _FromEntmax(Rival):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         import entmax
 
-        unknown = ~logits.detach().amax(-1).isfinite()  # it would look for a place in an order of these, in vain
+        unknown = ~logits.detach().amax(-1).isfinite()  # it would search an order of these in vain
         rows: Tensor = getattr(entmax, self.function)(logits.masked_fill(unknown[:, None], 0), target)
         return rows.masked_fill(unknown, float("nan"))
 
@@ -157,10 +156,7 @@ class LabelSmoothing(Rival):
     """Cross-entropy against the target mixed with the uniform distribution."""
 
     smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.smoothing = _checks.number("smoothing", self.smoothing, 0, 1)
+    limits = (("smoothing", 0, 1),)
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.smoothing)
@@ -189,11 +185,7 @@ class AMSoftmax(Rival):
 
     scale: float = 30.0
     margin: float = 0.35
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.scale = _checks.number("scale", self.scale, 1e-6, 3e4)  # times the margin, fp16 holds it
-        self.margin = _checks.number("margin", self.margin, 0, 2)
+    limits = (("scale", 1e-6, 3e4), ("margin", 0, 2))  # fp16 holds their product
 
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         return CosineHead(in_features, num_classes, self.scale)
@@ -208,20 +200,10 @@ class ASSoftmax(SingleLabel):
     """AS-Softmax (arXiv 2508.03175). ``delta`` may be changed while training."""
 
     delta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.number("delta", self.delta, 0, 1)
+    limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
-        loss, stats = as_cross_entropy(
-            logits,
-            target,
-            delta=self.delta,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            return_stats=True,
-        )
+        loss, stats = as_cross_entropy(logits, target, return_stats=True, **vars(self))
         return Outcome(loss, stats.solved)
 
 
@@ -240,10 +222,7 @@ class MultiLabelASSoftmax(Objective):
     """
 
     delta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.number("delta", self.delta, 0, 1)
+    limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         rows = as_multilabel_loss(logits, target, delta=self.delta, reduction="none")
