@@ -12,8 +12,8 @@ from rich.console import Console
 from softsieve.data import digits
 from softsieve.losses import as_cross_entropy
 from softsieve.tasks.examples import Data, Examples
+from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
-from softsieve.training.rows import Rows
 from softsieve.training.run import Run, encode, train
 from softsieve.training.settings import Settings
 

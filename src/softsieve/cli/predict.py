@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from softsieve.tasks.examples import Examples
+    from softsieve.tasks.rows import Rows
     from softsieve.tasks.task import Task
-    from softsieve.training.rows import Rows
 
 INPUT = {"text": "text", "multilabel": "text", "tokens": "words", "image": "file", "audio": "file"}  # column by kind
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # what takes long to import is imported when the command runs
     from torch import Tensor
 
     from softsieve.tasks.examples import Data, Examples
+    from softsieve.tasks.rows import Rows
     from softsieve.tasks.task import Task
-    from softsieve.training.rows import Rows
     from softsieve.training.run import Run
     from softsieve.training.settings import Settings
 

@@ -1,13 +1,13 @@
-"""Tables to examples: which column holds the inputs, which the labels, and what kind they are."""
+"""Tables to examples: which column holds the inputs, which the labels, what kind they are, and what a cell says."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from softsieve.errors import InputError, listed
-from softsieve.tasks.cells import input_cell, label_cell
+from softsieve.errors import InputError, listed, shown
 from softsieve.tasks.examples import MEDIA, Examples, Part, Wanted, media_kind
 from softsieve.tasks.tables import Table
 
@@ -52,19 +52,17 @@ def _inputs(table: Table, kind: str, column: str | None, label: str | None) -> l
 
 def label_column(table: Table, wanted: Wanted) -> str:
     """The name of the column of labels; that there is none is an error."""
-    found = _find_labels(table, wanted)
-    if found is None:
+    column = _find_labels(table, wanted)
+    if column is None:
         raise InputError(f"{table.place}: no column of labels found among {listed(table.columns)}; give label_column")
-    return found
+    return column
 
 
 def _find_labels(table: Table, wanted: Wanted) -> str | None:
     if wanted.label_column is not None:
         return _named(table, wanted.label_column)
-    found = _find(table, _LABEL, but=wanted.text_column)
-    if found is None and len(table.names) == 1:
-        found = next(iter(table.names))
-    return found
+    only = next(iter(table.names)) if len(table.names) == 1 else None
+    return _find(table, _LABEL, but=wanted.text_column) or only
 
 
 def _find_kind(table: Table, label: str, column: str | None) -> str:
@@ -85,19 +83,18 @@ def _find_kind(table: Table, label: str, column: str | None) -> str:
 
 def _find_inputs(table: Table, kind: str, label: str | None) -> str:
     """The column of the inputs by its name; of texts also the only column that can be one."""
-    found: str | None
     if kind in MEDIA:
-        found, what = _find_media(table), "file names"
+        column, what = _find_media(table), "file names"
     elif kind == "tokens":
-        found, what = _find(table, _WORDS, but=label), "words"
+        column, what = _find(table, _WORDS, but=label), "words"
     else:
-        found, what = _find(table, _TEXT, but=label), "texts"
-        texts = [column for column in table.columns if column != label and _is_text(table.columns[column])]
-        if found is None and len(texts) == 1:
-            found = texts[0]
-    if found is None:
+        column, what = _find(table, _TEXT, but=label), "texts"
+        texts = [name for name in table.columns if name != label and _is_text(table.columns[name])]
+        if column is None and len(texts) == 1:
+            column = texts[0]
+    if column is None:
         raise InputError(f"{table.place}: no column of {what} found among {listed(table.columns)}; give text_column")
-    return found
+    return column
 
 
 def _find_media(table: Table) -> str | None:
@@ -105,10 +102,10 @@ def _find_media(table: Table) -> str | None:
 
 
 def _named(table: Table, name: str) -> str:
-    found = name if name in table.columns else _find(table, [name.lower()])
-    if found is None:
+    column = name if name in table.columns else _find(table, [name.lower()])
+    if column is None:
         raise InputError(f"{table.place}: no column {name!r}, there are {listed(table.columns)}")
-    return found
+    return column
 
 
 def _find(table: Table, names: Iterable[str], but: str | None = None) -> str | None:
@@ -126,3 +123,62 @@ def _is_text(values: list[Any]) -> bool:
     if not all(isinstance(value, str) for value in values):
         return False
     return not all(re.fullmatch(r"\s*[-+]?[0-9.]*(e[-+]?[0-9]+)?\s*", value, re.IGNORECASE) for value in values)
+
+
+def input_cell(value: Any, kind: str, where: str, folder: Path) -> Any:
+    """An input of that kind, as `Examples` has it; file names are those of files in the folder."""
+    if kind in MEDIA:
+        return _media(value, where, folder)
+    if kind == "tokens":
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{where}: expected a list of words, found {shown(value)}")
+        return [_string(word, where) for word in value]
+    if not _string("" if value is None else value, where).strip():
+        raise InputError(f"{where}: empty text")
+    return value
+
+
+def label_cell(value: Any, kind: str, where: str) -> Any:
+    """The label, or the list of labels, of an example of that kind."""
+    if kind not in ("multilabel", "tokens"):
+        return _one_label(value, where)
+    if kind == "multilabel" and isinstance(value, str):
+        value = [label for label in re.split(r"[|,]", value) if label.strip()]
+    if not isinstance(value, list):
+        raise InputError(f"{where}: expected a list of labels, found {shown(value)}")
+    labels = [_one_label(label, where) for label in value]
+    return list(dict.fromkeys(labels)) if kind == "multilabel" else labels
+
+
+def _one_label(value: Any, where: str) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise InputError(f"{where}: empty label")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of integers turns into floats where one of them is missing
+    if not isinstance(value, str | int):
+        raise InputError(f"{where}: expected a label, found {shown(value)}")
+    return _string(str(value).strip(), where)
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected text, found {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a character, as "\ud83d" in JSON
+        raise InputError(f"{where}: text is not valid Unicode") from None
+    return value
+
+
+def _media(value: Any, where: str, folder: Path) -> Path | bytes:
+    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any."""
+    if isinstance(value, dict):
+        content, value = value.get("bytes"), value.get("path")
+        if content and isinstance(content, bytes):
+            return content
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where}: expected a file name, found {shown(value)}")
+    path = folder / value
+    if not path.is_file():
+        raise InputError(f"{where}: no such file {path}")
+    return path

@@ -103,19 +103,12 @@ class PretrainedEncoder(Encoder):
         self.config.save_pretrained(str(folder / FOLDER))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        found = loaded(
-            lambda: self.tokenizer(
-                examples.inputs,
-                is_split_into_words=self.per_word,
-                truncation=True,
-                max_length=self.max_length,
-                padding=True,
-                return_attention_mask=True,
-            ),
-            f"{self.tokenizer.name_or_path}: its tokenizer fails",
-        )
-        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
-        inputs = {name: torch.tensor(found[name]) for name in names}
+        options = {"is_split_into_words": self.per_word, "max_length": self.max_length, "truncation": True}
+        options |= {"padding": True, "return_attention_mask": True}
+        complaint = f"{self.tokenizer.name_or_path}: its tokenizer fails"
+        encoded = loaded(lambda: self.tokenizer(examples.inputs, **options), complaint)
+        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
+        inputs = {name: torch.tensor(encoded[name]) for name in names}
         inputs["attention_mask"][:, 0] = 1  # attention to nothing is not a number
         lengths = inputs["attention_mask"].sum(1)
         known, largest = getattr(self.config, "vocab_size", 2**31), int(inputs["input_ids"].max())
@@ -125,7 +118,7 @@ class PretrainedEncoder(Encoder):
             )
         if not self.per_word:
             return Encoded(inputs, lengths, tuple(names))
-        places = [_first_tokens(found.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
+        places = [_first_tokens(encoded.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
         words, _ = padded(places, fill=-1)
         return Encoded(inputs, lengths, (*names, "target"), words)
 

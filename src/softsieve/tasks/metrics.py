@@ -11,8 +11,7 @@ from torch import Tensor
 
 from softsieve._files import replace_file
 from softsieve.extras import package
-
-IGNORED = -100  # target of what does not count
+from softsieve.tasks.rows import IGNORED
 
 
 def class_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 import wave
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ import numpy as np
 
 from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.files import read_bytes, read_lines, read_text
+from softsieve.tasks.files import read_bytes, read_json, read_lines
 from softsieve.tasks.read import hold_out, read_data
 from softsieve.tasks.tables import read_conll, read_table
 
@@ -30,11 +29,7 @@ class Preset(NamedTuple):
 
 
 def load_preset(name: str, data_dir: str | Path) -> Data:
-    """The data set `name` of `PRESETS`, from its sub-folder of `data_dir`. What has no validation part gets one.
-
-    Raises:
-        InputError: naming the folder or file that is missing or not what it should be.
-    """
+    """The data set `name` of `PRESETS`, from its sub-folder of `data_dir`. What has no validation part gets one."""
     if name not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, found {name!r}")
     folder = Path(data_dir) / PRESETS[name].folder
@@ -64,9 +59,6 @@ def _with_validation(data: Data, *, one_in: int = 10, keep_labels: bool = True) 
     return data._replace(train=train, validation=validation)
 
 
-# Text
-
-
 def _sst5(folder: Path) -> Data:
     return read_data(folder / "train.tsv", validation=folder / "dev.tsv", test=folder / "test.tsv", kind="text")
 
@@ -74,11 +66,7 @@ def _sst5(folder: Path) -> Data:
 def _clinc150(folder: Path) -> Data:
     """The 150 intents and, as one more, what is out of scope ("oos")."""
     path = folder / "data_full.json.gz"
-    text = read_text(path)
-    try:
-        splits = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: invalid JSON ({first_line(error)})") from None
+    splits = read_json(path)
 
     def rows(part: str) -> _Rows:
         both = (part, f"oos_{part}")
@@ -104,17 +92,11 @@ def _reuters(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
         table = read_table(folder / f"{part}.jsonl.gz")
         columns = [table.columns[name] for name in ("title", "text", "topics")]
-        found = []
         for where, title, text, has in zip(table.where, *columns, strict=True):
-            kept = [topic for topic in has if topic in topics]
-            if kept:
-                found.append((f"{title}\n{text}".strip(), kept, where))
-        return found
+            if kept := [topic for topic in has if topic in topics]:
+                yield f"{title}\n{text}".strip(), kept, where
 
     return _with_validation(_data("multilabel", rows("train"), None, rows("test"), topics))
-
-
-# Tokens
 
 
 def _conll2003(folder: Path) -> Data:
@@ -153,9 +135,6 @@ def _sighan15(folder: Path) -> Data:
     return _with_validation(_data("tokens", train, None, test, sorted(characters)), keep_labels=False)
 
 
-# Images and sounds
-
-
 def _mnist(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
         images, labels = (folder / f"{part}-{what}-ubyte.gz" for what in ("images-idx3", "labels-idx1"))
@@ -172,11 +151,8 @@ def _idx(path: Path, dimensions: int) -> Any:
     """The bytes of an IDX file, an array of that many dimensions."""
     content = read_bytes(path)
     header = np.frombuffer(content[: 4 + 4 * dimensions], ">i4")
-    if (
-        len(header) <= dimensions
-        or header[0] != 0x800 + dimensions
-        or len(content) != header.nbytes + header[1:].prod()
-    ):
+    short = len(header) <= dimensions
+    if short or header[0] != 0x800 + dimensions or len(content) != header.nbytes + header[1:].prod():
         raise InputError(f"{path}: not an IDX file of bytes in {dimensions} dimensions")
     return np.frombuffer(content, np.uint8, offset=header.nbytes).reshape(header[1:]).copy()
 

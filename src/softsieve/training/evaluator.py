@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
+from softsieve.tasks.rows import Rows
 from softsieve.training.replica import Replica, count_labels
-from softsieve.training.rows import Rows
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
 
@@ -37,13 +37,9 @@ class Answers(NamedTuple):
 
 
 class Evaluator:
-    """Runs a model in eval mode, in batches that are split among the processes.
+    """Runs a model in eval mode, in batches of ``batch_size`` rows on each process.
 
-    Args:
-        replica: the model.
-        judge: says what logits mean and how good answers are.
-        batch_size: rows of a batch on each process.
-        keep: rows that will be evaluated more than once; their CUDA graphs are kept.
+    The rows ``keep`` will be evaluated more than once: their CUDA graphs are kept.
     """
 
     def __init__(self, replica: Replica, judge: Judge, batch_size: int, *, keep: tuple[Rows, ...]) -> None:
@@ -51,7 +47,7 @@ class Evaluator:
         self._kept = {id(rows): self._forward_pass(rows) for rows in keep}
 
     def _forward_pass(self, rows: Rows) -> ForwardPass:
-        """Forward pass over given rows; every call has the same number of them."""
+        """Forward pass over some rows; every call has the same number of them."""
         replica = self.replica
 
         def forward(index: Tensor) -> tuple[Tensor, ...]:
@@ -68,9 +64,7 @@ class Evaluator:
         parts = []
         with replica.in_eval_mode():
             for some in torch.split(index, size):
-                fill = size if replica.graphs else len(some) + -len(some) % replica.ranks
-                filled = torch.cat([some, some[:1].expand(fill - len(some))])
-                share = filled.chunk(replica.ranks)[replica.rank]
+                share, _ = replica.share(some, size if replica.graphs else 0)
                 decided, loss, solved = forward(index=share.to(replica.device) if replica.graphs else share)
                 if replica.ranks > 1 and decided.ndim > 1:  # processes may have cut their part differently
                     decided = replica.accelerator.pad_across_processes(decided, dim=1)

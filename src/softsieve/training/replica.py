@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.training.rows import IGNORED, Batch
+from softsieve.tasks.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
 
 
@@ -82,11 +82,9 @@ class Replica:
             loss = loss.view(target.shape).sum(-1)
         return loss, solved, logits
 
-    # -- several processes ---------------------------------------------------------------------------------------------
-
-    def share(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """This process's part of the rows ``index``, equally long on all; what is filled up has weight 0."""
-        short = -len(index) % self.ranks
+    def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
+        """This process's part of the rows ``index``, equally long on all; what fills it up to that has weight 0."""
+        short = max(-len(index) % self.ranks, least - len(index))
         weight = torch.ones(len(index) + short, dtype=torch.float32)
         weight[len(index) :] = 0
         index = torch.cat([index, index[:1].expand(short)])
@@ -111,8 +109,6 @@ class Replica:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # which a backward pass would have done, and all that handles weights relies on
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
