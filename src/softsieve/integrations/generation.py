@@ -33,6 +33,11 @@ class Choice(NamedTuple):
 
 
 GREEDY = Choice()
+Stream = Callable[[int], object]  # called with every token
+
+
+def ignore_token(token: int) -> None:
+    """The `Stream` of who does not watch."""
 
 
 class Written(NamedTuple):
@@ -64,11 +69,7 @@ class Agreement(NamedTuple):
 
 
 def load(name: str, *, dtype: torch.dtype) -> Any:
-    """The causal language model of a name or folder on the CPU, its parameters in ``dtype``.
-
-    Raises:
-        InputError: when it cannot be loaded, or comes without an output layer of its own.
-    """
+    """The causal language model of a name or folder on the CPU, its parameters in ``dtype``."""
     model = load_model(name, dtype=dtype).to("cpu")
     for parameter in model.parameters():  # and no buffers: frequencies of positions need all their digits
         parameter.data = parameter.data.to(dtype)
@@ -85,18 +86,17 @@ def prompt_tokens(
 ) -> Tensor:
     """The tokens of a prompt after which the model can write so many more, ``first`` before them, (length,).
 
-    Raises:
-        InputError: for a prompt without tokens, with others than the model knows, or too long. ``place`` names it.
+    Refused when it has no tokens, others than the model knows, or too many. ``place`` names it in the error.
     """
     longest = longest_text(model)
     if tokens >= longest:
         raise InputError(f"tokens: expected fewer than the {longest} that the model reads, found {tokens}")
     if not prompt.strip():
         raise InputError(f"{place}: expected text, found none")
-    found = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
-    if not found:
+    own = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
+    if not own:
         raise InputError(f"{place}: expected text of which the tokenizer makes tokens, found {prompt!r}")
-    ids = torch.tensor([*([] if first is None else [first]), *found])
+    ids = torch.tensor(own if first is None else [first, *own])
     check_size(model, {place: ids}, ids[:0], 1)
     if len(ids) + tokens > longest:
         raise InputError(
@@ -104,9 +104,6 @@ def prompt_tokens(
             f"to come, found {len(ids)}"
         )
     return ids
-
-
-# Writing
 
 
 def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None = None) -> Tensor:
@@ -130,68 +127,46 @@ def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None = N
 
 @torch.no_grad()
 def write(
-    model: Any,
-    prompt: Tensor,
-    *,
-    tokens: int,
-    choice: Choice = GREEDY,
-    generator: torch.Generator | None = None,
-    stream: Callable[[int], object] = lambda token: None,
-) -> Written:
-    """Let a model write exactly so many tokens, also beyond the end of its text.
+    model: Any, prompt: Tensor, *, tokens: int, choice: Choice = GREEDY, generator: torch.Generator | None = None,
+    stream: Stream = ignore_token,
+) -> Written:  # fmt: skip
+    """Let a model write exactly so many tokens after a prompt (length,), also beyond the end of its text.
 
-    Args:
-        model: a Hugging Face causal language model, with its own or an adaptive output layer.
-        prompt: tokens to go on from, at least one, (length,).
-        stream: called with every token; what that takes does not count.
-
-    Raises:
-        InputError: when the model keeps no keys and values of what it has read.
+    The model has its own or an adaptive output layer. What ``stream`` takes, which gets every token, does not count.
     """
     layer = output_layer(model)
     cache, last = _read(model, prompt[:-1]), prompt[-1:]
-    answered = _counts(layer)
-    found: list[int] = []
+    before = _counts(layer)
+    written: list[int] = []
     seconds = 0.0
     with timed(layer) as spent:
         for _ in range(tokens):
             start = time.perf_counter()
             logits, cache = _step(model, last[None], cache)
             last = choose(logits, choice, generator)
-            found.append(int(last))
+            written.append(int(last))
             seconds += time.perf_counter() - start
-            stream(found[-1])
-    if isinstance(layer, AdaptiveHead):
-        exactly, read = (after - before for after, before in zip(_counts(layer), answered, strict=True))
-    else:
+            stream(written[-1])
+    exactly, read = (now - then for now, then in zip(_counts(layer), before, strict=True))
+    if not isinstance(layer, AdaptiveHead):
         exactly, read = tokens, tokens * weight_bytes(layer)
-    return Written(torch.tensor(found), seconds, sum(spent), read, exactly)
+    return Written(torch.tensor(written), seconds, sum(spent), read, exactly)
 
 
 @torch.no_grad()
-def agreement(
-    model: Any, prompt: Tensor, text: Tensor, *, stream: Callable[[int], object] = lambda token: None
-) -> Agreement:
+def agreement(model: Any, prompt: Tensor, text: Tensor, *, stream: Stream = ignore_token) -> Agreement:
     """How often the largest logit of a model's adaptive head is the exact product's, of equal ones any.
 
-    The model is given a text token by token, so that one difference does not lead to others.
-
-    Args:
-        model: one with an adaptive head.
-        prompt, text: the tokens before the first step, and those that follow.
-        stream: called with every token of the text.
-
-    Raises:
-        InputError: when the model has its own output layer.
+    The model is given a text after a prompt, token by token, so that one difference does not lead to others.
     """
     layer = _adaptive(model)
     cache, agreed = _read(model, prompt[:-1]), 0
     with _calls(layer) as calls:
         for before, after in zip([int(prompt[-1]), *text[:-1].tolist()], text.tolist(), strict=True):
             _, cache = _step(model, torch.tensor([[before]]), cache)
-            hidden, found = calls.pop()
+            hidden, logits = calls.pop()
             exact = layer.replaced(hidden).flatten()
-            agreed += int(exact[found.argmax()] == exact.max())
+            agreed += int(exact[logits.argmax()] == exact.max())
             stream(after)
     return Agreement(agreed, len(text))
 
@@ -248,13 +223,7 @@ def weight_bytes(layer: Any) -> int:
 
 
 class Transcript:
-    """The text of tokens as they come: whole characters, and nothing from the end of the text on.
-
-    Args:
-        tokenizer: of Hugging Face.
-        prompt: the tokens before, whose text is left out.
-        ends: tokens that end a text.
-    """
+    """The text of tokens after a prompt as they come: whole characters, and nothing from one of the ``ends`` on."""
 
     def __init__(self, tokenizer: Any, prompt: Tensor, ends: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -279,54 +248,37 @@ class Transcript:
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Those that end a text, as the model or else its tokenizer has it."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = tokenizer.eos_token_id if found is None else found
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
-
-
-# What to calibrate with
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def text_states(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    *,
-    count: int,
-    first: int | None = None,
-    place: str = "text",
+    model: Any, tokenizer: Any, text: str, *, count: int, first: int | None = None, place: str = "text",
     progress: Report = in_silence,
-) -> Tensor:
-    """Hidden states over the first tokens of a text, (count, d).
+) -> Tensor:  # fmt: skip
+    """Hidden states over the first tokens of a text, (count, d); ``place`` names it when it has fewer."""
 
-    Raises:
-        InputError: when the text has fewer tokens, or the model cannot read it. ``place`` says whose it is.
-    """
+    def advance(rows: int) -> None:
+        progress("hidden states", rows / count)
+
     ids = tokens_of(tokenizer, text, count=count, place=place)
-    window = min(WINDOW, longest_text(model))
-    found = collect(
-        model, {place: ids}, first=first, window=window, progress=lambda rows: progress("hidden states", rows / count)
-    )
-    return torch.cat(found.corpora[place])
+    head = collect(model, {place: ids}, first=first, window=min(WINDOW, longest_text(model)), progress=advance)
+    return torch.cat(head.corpora[place])
 
 
 @torch.no_grad()
 def own_states(
-    model: Any,
-    tokenizer: Any,
-    *,
-    count: int,
-    first: int | None = None,
-    generator: torch.Generator | None = None,
+    model: Any, tokenizer: Any, *, count: int, first: int | None = None, generator: torch.Generator | None = None,
     progress: Report = in_silence,
-) -> Tensor:
-    """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d).
-
-    Raises:
-        InputError: when the tokenizer makes nothing of the starts.
-    """
+) -> Tensor:  # fmt: skip
+    """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d)."""
     layer = output_layer(model)
-    starts = _starts(tokenizer)
+    # Only the first token of each start: texts of one length need no padding.
+    made = [tokenizer(start, add_special_tokens=False, verbose=False).input_ids[:1] for start in STARTS]
+    starts = [token for ids in made for token in ids]
+    if not starts:
+        raise InputError("tokenizer: expected one that makes tokens of English words, found none: give a text instead")
     lead = [] if first is None else [first]
     length = min(WINDOW, longest_text(model) - len(lead))
     texts = torch.tensor([[*lead, starts[number % len(starts)]] for number in range(-(-count // length))])
@@ -343,18 +295,6 @@ def own_states(
                 progress("a text to calibrate with", len(some) / (len(texts) * length))
         parts.append(torch.stack(states, 1).flatten(0, 1))  # text after text
     return torch.cat(parts)[:count]
-
-
-def _starts(tokenizer: Any) -> list[int]:
-    """The first token of each of the starts: of one length, so that there is nothing to pad."""
-    made = [tokenizer(start, add_special_tokens=False, verbose=False).input_ids[:1] for start in STARTS]
-    found = [ids[0] for ids in made if ids]
-    if not found:
-        raise InputError("tokenizer: expected one that makes tokens of English words, found none: give a text instead")
-    return found
-
-
-# One step
 
 
 def _read(model: Any, *texts: Tensor) -> Any:

@@ -33,14 +33,8 @@ from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
 
 __all__ = [
-    "ASOptions",
-    "ASTrainer",
-    "ASTrainerMixin",
-    "AdaptiveHead",
-    "accelerate_head",
-    "collect_queries",
-    "restore_head",
-]
+    "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "accelerate_head", "collect_queries", "restore_head",
+]  # fmt: skip
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
 STATE, SAMPLER = "softsieve.json", "softsieve.safetensors"  # beside trainer_state.json
@@ -139,15 +133,10 @@ class ASTrainerMixin(Trainer):
         if options.skip is not None and self.accelerator.dispatch_batches:
             raise InputError("dispatch_batches: expected False with skipping, for all processes ask the sampler")
 
-    # The loss
-
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         if "labels" not in inputs:
             raise InputError(f"labels: expected in every batch, found only {', '.join(inputs)}")
         labels: Tensor = inputs["labels"]
@@ -180,8 +169,6 @@ class ASTrainerMixin(Trainer):
         self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
         if self._sampler is not None:  # a row of tokens is solved when all its counted labels are
             self._sampler.update(inputs[INDEX], (solved | ~counted).reshape(len(solved), -1).all(1))
-
-    # Windows of micro-batches
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of one optimizer step, of which the Trainer's loop sees the last ``num_batches``."""
@@ -241,8 +228,6 @@ class ASTrainerMixin(Trainer):
         if self._batches > 0:
             self._epoch, self._batches = self._epoch + 1, 0
 
-    # Skipping
-
     def get_train_dataloader(self) -> DataLoader[Any]:
         if self.as_options.skip is None:
             return super().get_train_dataloader()
@@ -261,8 +246,6 @@ class ASTrainerMixin(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._sampler = SolvedSampler(len(train_dataset), **{"seed": seed, **self.as_options.skip})
         return self._sampler
-
-    # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
