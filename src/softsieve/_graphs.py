@@ -19,7 +19,7 @@ class Graphed:
 
     Args:
         function: called with keyword tensors; all it changes must be tensors that stay where they are, and it may not
-            look at their values from Python.
+            read their values from Python.
         warmup: calls before recording, at least 1: lazily made state, such as an optimizer's, must not be made by a
             graph.
         limit: the most graphs; further shapes run without.

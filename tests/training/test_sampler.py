@@ -106,7 +106,7 @@ def test_latest_update_of_an_epoch_wins() -> None:
     sampler.update(rows, torch.tensor([True, True, False, False]))
     risk = sampler.risk.clone()
     sampler.update(rows, torch.tensor([False, False, True, False]))
-    assert torch.equal(sampler.risk, risk)  # a second look of an epoch says nothing about relapse
+    assert torch.equal(sampler.risk, risk)  # a second pass in an epoch says nothing about relapse
     sampler.next_epoch()
     assert sampler.streak.tolist() == [0, 0, 1, 0]
 
@@ -129,7 +129,7 @@ def test_risk_is_the_share_of_relapses() -> None:
     assert sampler.risk.tolist() == [1.0] + [0.5] * LONGEST
     generator = torch.Generator().manual_seed(1)
     visit(sampler, torch.ones(100_000, dtype=torch.bool))
-    assert float(sampler.risk[0]) < 0.001  # all were solved when first looked at
+    assert float(sampler.risk[0]) < 0.001  # all were solved when first seen
     visit(sampler, torch.rand(100_000, generator=generator) > 0.2)
     assert float(sampler.risk[1]) == pytest.approx(0.2, abs=0.03)
     assert float(sampler.risk[2]) == pytest.approx(float(sampler.risk[1]))  # not known: as one time fewer
@@ -202,7 +202,7 @@ def test_relapsed_rows_left_out_stay_within_tolerance(relapse: float, tolerance:
 
 def test_noisy_data_are_visited_and_clean_data_left_out() -> None:
     assert simulate(0.5, 0.01).visited > 0.95
-    assert simulate(0.0, 0.01).visited < 0.12  # little more than what is always looked at again
+    assert simulate(0.0, 0.01).visited < 0.12  # little more than what is always visited again
     assert simulate(0.0, 0.0).visited == 1
     shares = [simulate(relapse, 0.02).visited for relapse in (0.001, 0.01, 0.05, 0.2)]
     assert shares == sorted(shares)

@@ -136,21 +136,22 @@ def write(
     """
     layer = output_layer(model)
     cache, last = _read(model, prompt[:-1]), prompt[-1:]
-    before = _counts(layer)
+    before = (layer.exactly, layer.bytes_read) if isinstance(layer, AdaptiveHead) else (0, 0)
     written: list[int] = []
-    seconds = 0.0
-    with timed(layer) as spent:
+    seconds = head_seconds = 0.0
+    with watched(layer) as calls:
         for _ in range(tokens):
             start = time.perf_counter()
             logits, cache = _step(model, last[None], cache)
             last = choose(logits, choice, generator)
             written.append(int(last))
             seconds += time.perf_counter() - start
+            head_seconds += calls.pop()[-1]
             stream(written[-1])
-    exactly, read = (now - then for now, then in zip(_counts(layer), before, strict=True))
-    if not isinstance(layer, AdaptiveHead):
-        exactly, read = tokens, tokens * weight_bytes(layer)
-    return Written(torch.tensor(written), seconds, sum(spent), read, exactly)
+    exactly, read = tokens, tokens * weight_bytes(layer)
+    if isinstance(layer, AdaptiveHead):
+        exactly, read = layer.exactly - before[0], layer.bytes_read - before[1]
+    return Written(torch.tensor(written), seconds, head_seconds, read, exactly)
 
 
 @torch.no_grad()
@@ -161,10 +162,10 @@ def agreement(model: Any, prompt: Tensor, text: Tensor, *, stream: Stream = igno
     """
     layer = _adaptive(model)
     cache, agreed = _read(model, prompt[:-1]), 0
-    with _calls(layer) as calls:
+    with watched(layer) as calls:
         for before, after in zip([int(prompt[-1]), *text[:-1].tolist()], text.tolist(), strict=True):
             _, cache = _step(model, torch.tensor([[before]]), cache)
-            hidden, logits = calls.pop()
+            hidden, logits, _ = calls.pop()
             exact = layer.replaced(hidden).flatten()
             agreed += int(exact[logits.argmax()] == exact.max())
             stream(after)
@@ -183,20 +184,20 @@ def exact_head(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def timed(layer: nn.Module) -> Iterator[list[float]]:
-    """Seconds of each call of a layer."""
+def watched(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, float]]]:
+    """What a layer is given, what it gives and the seconds that takes, call by call."""
     started: list[float] = []
-    spent: list[float] = []
+    calls: list[tuple[Tensor, Tensor, float]] = []
 
     def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        started.append(_now(inputs[0]))
+        started.append(_clock(inputs[0]))
 
     def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        spent.append(_now(output) - started.pop())
+        calls.append((inputs[0], output, _clock(output) - started.pop()))
 
     hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
     try:
-        yield spent
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -287,7 +288,7 @@ def own_states(
     for some in torch.split(texts, _TOGETHER):
         cache, last = _read(model, *some[:, :-1]), some[:, -1:]
         states = []
-        with _calls(layer) as calls:
+        with watched(layer) as calls:
             for _ in range(length):
                 logits, cache = _step(model, last, cache)
                 last = choose(logits, Choice(1.0), generator)[:, None]
@@ -325,26 +326,7 @@ def _adaptive(model: Any) -> AdaptiveHead:
     return layer
 
 
-def _counts(layer: nn.Module) -> tuple[int, int]:
-    return (layer.exactly, layer.bytes_read) if isinstance(layer, AdaptiveHead) else (0, 0)
-
-
-@contextmanager
-def _calls(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What a layer was given and what it gave, call by call."""
-    calls: list[tuple[Tensor, Tensor]] = []
-
-    def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls.append((inputs[0], output))
-
-    hook = layer.register_forward_hook(after)
-    try:
-        yield calls
-    finally:
-        hook.remove()
-
-
-def _now(tensor: Tensor) -> float:
+def _clock(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

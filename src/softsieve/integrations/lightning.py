@@ -28,8 +28,8 @@ LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss)
 def _output(outputs: Any, name: str) -> Tensor:
     """A tensor of what ``training_step`` returned."""
     if not isinstance(outputs, dict) or name not in outputs:
-        found = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-        raise InputError(f"training_step: expected a dict with {name!r}, found {found}")
+        names = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise InputError(f"training_step: expected a dict with {name!r}, found {names}")
     value: Tensor = outputs[name]
     return value
 

@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ class ASTrainerMixin(Trainer):
         if options.speed is not None and self.is_deepspeed_enabled:
             raise InputError("speed: expected no DeepSpeed, which wants a fixed number of accumulation steps")
         if options.skip is not None and self.args.train_sampling_strategy != "random":
-            found = self.args.train_sampling_strategy
-            raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {found!r}")
+            strategy = self.args.train_sampling_strategy
+            raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {strategy!r}")
         if options.skip is not None and self.accelerator.dispatch_batches:
             raise InputError("dispatch_batches: expected False with skipping, for all processes ask the sampler")
 
@@ -235,7 +236,7 @@ class ASTrainerMixin(Trainer):
         kept: Any = self._remove_unused_columns(data) if hasattr(data, "remove_columns") else data
         try:
             self.train_dataset = _Indexed(kept)
-            self.data_collator = _WithIndex(self._get_collator_with_removed_columns(collator))
+            self.data_collator = partial(_collate, self._get_collator_with_removed_columns(collator))
             return super().get_train_dataloader()
         finally:
             self.train_dataset, self.data_collator = data, collator
@@ -332,12 +333,7 @@ class _Indexed(Dataset[Any]):
         return list(zip(indices, rows, strict=True))
 
 
-class _WithIndex:
-    """A collator for `_Indexed`."""
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
-
-    def __call__(self, pairs: list[tuple[int, Any]]) -> dict[str, Any]:
-        indices, rows = zip(*pairs, strict=True)
-        return {**self.collator(list(rows)), INDEX: torch.tensor(indices)}
+def _collate(collator: Callable[[list[Any]], Any], pairs: list[tuple[int, Any]]) -> dict[str, Any]:
+    """A batch of `_Indexed` rows with their indices."""
+    indices, rows = zip(*pairs, strict=True)
+    return {**collator(list(rows)), INDEX: torch.tensor(indices)}

@@ -18,7 +18,8 @@ and the kept sum those of all classes, after one of the shards' sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +44,6 @@ def backend_of(name: str) -> Backend:
 
         return linear_triton
     return linear_torch
-
-
-# -- forward -----------------------------------------------------------------------------------------------------------
 
 
 def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, Saved]:
@@ -119,20 +117,13 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _
     return loss, Saved(settled.threshold, kept, lse, norm, share, own, right, *lists, counts)
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
-
-
 def backward(
     factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
     backend, shards = backend_of(options.backend), _Shards(options.group, len(layer.weight), target.device)
     label = shards.own_labels(target)
-    grads = [
-        torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and want else None
-        for value, want in zip(layer[:3], wanted, strict=True)
-    ]
-    to_hidden, to_weight, to_bias = grads
+    to_hidden, to_weight, to_bias = grads = _empty_gradients(layer[:3], wanted)
     entries = backend.entries(layer, label, factor, saved)
     unlisted, count = saved.counts.tolist()
     if shards.group is not None:  # a row may be solved here and not elsewhere
@@ -157,10 +148,16 @@ def backward(
             to_hidden[block] = sums.to(to_hidden.dtype)
         del part, sums, chunk  # before there are those of the next
     backend.spread(entries, count, layer.hidden, to_weight, to_bias)
-    if to_hidden is not None:
-        shards.add(to_hidden)
+    if to_hidden is not None and shards.group is not None:
+        dist.all_reduce(to_hidden, group=shards.group)
     to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)
     return to_hidden, to_weight, to_bias
+
+
+def _empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Memory for the gradients of hidden states, weight and bias; None for those that are not wanted."""
+    make = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return [make(x) if x is not None and want else None for x, want in zip(values, wanted, strict=True)]
 
 
 def _add_products(
@@ -184,9 +181,6 @@ def _add_products(
         torch.addmm(sums, gradient, layer.weight[classes], out_dtype=sums.dtype, out=sums)
     else:
         sums += gradient @ layer.weight[classes]
-
-
-# -- several shards ----------------------------------------------------------------------------------------------------
 
 
 class _Shards:
@@ -228,10 +222,6 @@ class _Shards:
         counts, odds = self._gather(torch.stack([settled.rivals.to(settled.odds.dtype), settled.odds])).unbind(1)
         return settled._replace(rivals=counts.sum(0).to(settled.rivals.dtype), odds=odds.sum(0))
 
-    def add(self, values: Tensor) -> None:
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-
 
 # -- two ways there ----------------------------------------------------------------------------------------------------
 #
@@ -271,16 +261,9 @@ def _(hidden: Tensor, *others: Any) -> Outputs:
 
 
 @backward_op.register_fake
-def _(
-    factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, saved: list[Tensor],
-    cap: float, backend: str, group: str, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(  # type: ignore[return-value]
-        torch.empty_like(value, memory_format=torch.contiguous_format)
-        if value is not None and want
-        else hidden.new_empty(0)
-        for value, want in zip((hidden, weight, bias), wanted, strict=True)
-    )
+def _(factor: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _empty_gradients(others[:3], others[-1])
+    return tuple(others[0].new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
-from softsieve.kernels.linear_types import Chunk, Entries, Finished, Layer, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, Scan, Settled, Targets
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
@@ -388,7 +388,9 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     return settled
 
 
-def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str) -> Finished:
+def finish(
+    targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, from the sums over all classes."""
     label, _, class_weight, row_weight = targets
     rows = len(label)
@@ -401,7 +403,7 @@ def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes:
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
     torch._assert_async(valid, f"target: expected labels in [0, {classes})")
-    return Finished(loss, kept, lse, norm, share, right)
+    return loss, kept, lse, norm, share, right
 
 
 def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:

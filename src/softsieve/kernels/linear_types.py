@@ -105,27 +105,16 @@ class Settled(NamedTuple):
     counts: Tensor  # (3,): rows that are not listed, those of them that are not dense, listed classes with the labels
 
 
-class Finished(NamedTuple):
-    """The loss, reduced, and what else is known of every row."""
+class Saved(NamedTuple):
+    """What forward leaves for backward and for statistics; 0 in a row that is ignored. Others are as in `Settled`."""
 
-    loss: Tensor
+    threshold: Tensor
     kept: Tensor  # how many classes are kept, the label among them
     lse: Tensor  # log-sum-exp of all logits
     norm: Tensor  # exp((logit - lse) - norm) is the softmax over the kept classes
     share: Tensor  # weight of the row in the loss
+    own: Tensor  # logit of the label; -inf if it is not in this shard
     right: Tensor  # bool: whether no class has a larger logit than the label
-
-
-class Saved(NamedTuple):
-    """What forward leaves for backward and for statistics; 0 in a row that is ignored."""
-
-    threshold: Tensor
-    kept: Tensor
-    lse: Tensor
-    norm: Tensor
-    share: Tensor
-    own: Tensor
-    right: Tensor
     listed: Tensor
     classes: Tensor
     logits: Tensor
@@ -159,8 +148,8 @@ class Backend(Protocol):
 
     def finish(
         self, targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
-    ) -> Finished:
-        """The loss. This shard's first class is ``first`` of all ``classes``."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The reduced loss, kept, lse, norm, share and right. This shard's first class is ``first`` of ``classes``."""
 
     def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
         """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""

@@ -69,11 +69,18 @@ class SingleLabel(Objective):
 
 
 class Rival(SingleLabel):
-    """A loss that only says what a row costs."""
+    """A loss that only says what a row costs: cross-entropy of logits that a rival changes, or one of its own."""
 
-    @abstractmethod
+    smoothing = 0.0
+
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The logits (rows, classes) of which cross-entropy is taken, for labels (rows,) that are all classes."""
+        return logits
+
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         """Loss of every row of logits (rows, classes) with labels (rows,), all of them classes."""
+        changed = self.change(logits, target)
+        return F.cross_entropy(changed, target, reduction="none", label_smoothing=self.smoothing)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         _checks.logits(logits)
@@ -90,8 +97,13 @@ class Rival(SingleLabel):
 class Softmax(Rival):
     """Plain cross-entropy."""
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, reduction="none")
+
+@dataclass(kw_only=True)
+class LabelSmoothing(Rival):
+    """Cross-entropy against the target mixed with the uniform distribution."""
+
+    smoothing: float = 0.1
+    limits = (("smoothing", 0, 1),)
 
 
 @dataclass(kw_only=True)
@@ -101,8 +113,8 @@ class TSoftmax(Rival):
     temperature: float = 2.0
     limits = (("temperature", 1e-6, math.inf),)
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits / self.temperature, target, reduction="none")
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits / self.temperature
 
 
 @dataclass(kw_only=True)
@@ -115,10 +127,10 @@ class SparseSoftmax(Rival):
         super().__post_init__()
         _checks.whole_number("k", self.k, 1, 2**63 - 1)
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
         top = logits.topk(min(self.k, logits.shape[-1]), -1).indices
         keep = torch.zeros_like(logits, dtype=torch.bool).scatter(1, torch.cat([top, target.unsqueeze(1)], 1), True)
-        return F.cross_entropy(torch.where(keep, logits, -math.inf), target, reduction="none")
+        return torch.where(keep, logits, -math.inf)
 
 
 class _FromEntmax(Rival):
@@ -151,17 +163,6 @@ class Entmax15(_FromEntmax):
     function = "entmax15_loss"
 
 
-@dataclass(kw_only=True)
-class LabelSmoothing(Rival):
-    """Cross-entropy against the target mixed with the uniform distribution."""
-
-    smoothing: float = 0.1
-    limits = (("smoothing", 0, 1),)
-
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.smoothing)
-
-
 class CosineHead(nn.Module):
     """``scale * cos(features, class weight)``: a linear head on normalised features and weights, without bias."""
 
@@ -190,9 +191,9 @@ class AMSoftmax(Rival):
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         return CosineHead(in_features, num_classes, self.scale)
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
         margin = torch.full_like(logits[:, :1], -self.scale * self.margin)
-        return F.cross_entropy(logits.scatter_add(1, target.unsqueeze(1), margin), target, reduction="none")
+        return logits.scatter_add(1, target.unsqueeze(1), margin)
 
 
 @dataclass(kw_only=True)

@@ -52,13 +52,12 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}:{line}: not UTF-8 (byte {content[error.start]:#04x})") from None
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file says."""
-    text = read_text(path)
+def parse_json(text: str, place: object) -> Any:
+    """What JSON says; ``place`` names it when it cannot be parsed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: invalid JSON ({first_line(error)})") from None
+        raise InputError(f"{place}: invalid JSON ({first_line(error)})") from None
 
 
 def read_lines(path: Path) -> list[tuple[str, str]]:

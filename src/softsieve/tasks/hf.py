@@ -59,22 +59,14 @@ class PretrainedEncoder(Encoder):
     settings = LENGTH
 
     @classmethod
-    def named(cls, name: str, *, max_length: int, per_word: bool) -> PretrainedEncoder:
-        """The encoder of a name or folder, for texts of at most so many of its tokens."""
-        return cls._from(name, f"model {name}", max_length=max_length, per_word=per_word, source=name)
-
-    @classmethod
-    def load(cls, folder: Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
-        """What `save` wrote."""
-        place = folder / FOLDER
-        if not place.is_dir():
+    def load(cls, source: str | Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
+        """The encoder of a name or folder, for texts of at most so many of its tokens; of a path, what `save` wrote."""
+        saved = isinstance(source, Path)
+        name = str(source / FOLDER) if isinstance(source, Path) else source
+        place = name if saved else f"model {name}"
+        options: dict[str, Any] = {"local_files_only": True} if saved else {}
+        if saved and not Path(name).is_dir():
             raise InputError(f"{place}: no such folder, expected the tokenizer and configuration of the model")
-        return cls._from(str(place), str(place), max_length=max_length, per_word=per_word, local_files_only=True)
-
-    @classmethod
-    def _from(
-        cls, name: str, place: str, *, max_length: int, per_word: bool, source: str | None = None, **options: Any
-    ) -> PretrainedEncoder:
         transformers = package("transformers", place)
         complaint = f"{place}: cannot be loaded"
         config = loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), complaint)
@@ -95,7 +87,7 @@ class PretrainedEncoder(Encoder):
         if not isinstance(longest, int | float) or longest < 1:
             raise InputError(f"{place}: model_max_length: expected a number of tokens, found {shown(longest)}")
         longest = longest if longest < 2**20 else positions
-        return cls(int(min(max_length, longest)), tokenizer, config, per_word, source)
+        return cls(int(min(max_length, longest)), tokenizer, config, per_word, None if saved else name)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and configuration, so that `load` needs no hub."""

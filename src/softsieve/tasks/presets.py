@@ -13,7 +13,7 @@ import numpy as np
 
 from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.files import read_bytes, read_json, read_lines
+from softsieve.tasks.files import parse_json, read_bytes, read_lines, read_text
 from softsieve.tasks.read import hold_out, read_data
 from softsieve.tasks.tables import read_conll, read_table
 
@@ -66,7 +66,7 @@ def _sst5(folder: Path) -> Data:
 def _clinc150(folder: Path) -> Data:
     """The 150 intents and, as one more, what is out of scope ("oos")."""
     path = folder / "data_full.json.gz"
-    splits = read_json(path)
+    splits = parse_json(read_text(path), path)
 
     def rows(part: str) -> _Rows:
         both = (part, f"oos_{part}")

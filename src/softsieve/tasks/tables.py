@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from softsieve.errors import InputError, first_line, listed, shown
 from softsieve.extras import package
 from softsieve.tasks.examples import Examples
-from softsieve.tasks.files import read_bytes, read_lines, read_text
+from softsieve.tasks.files import parse_json, read_bytes, read_lines, read_text
 
 
 class Table(NamedTuple):
@@ -112,10 +111,7 @@ def _read_delimited(path: Path) -> Table:
 def _read_jsonl(path: Path) -> Table:
     rows, where = [], []
     for place, line in read_lines(path):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{place}: invalid JSON ({first_line(error)})") from None
+        row = parse_json(line, place)
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found {type(row).__name__}")
         rows.append(row)

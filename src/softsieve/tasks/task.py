@@ -17,7 +17,7 @@ from softsieve.errors import InputError, first_line, shown
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
 from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
 from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, as_list, label_names
-from softsieve.tasks.files import read_json
+from softsieve.tasks.files import parse_json, read_text
 from softsieve.tasks.hf import PretrainedEncoder
 from softsieve.tasks.metrics import class_metrics, multilabel_metrics, token_metrics
 from softsieve.tasks.models import Classifier
@@ -81,7 +81,7 @@ class Task:
         elif data.kind in MEDIA:
             raise InputError(f"model {model}: for {data.kind} there is only the built-in model")
         else:
-            encoder = PretrainedEncoder.named(model, max_length=max_length, per_word=data.kind == "tokens")
+            encoder = PretrainedEncoder.load(model, max_length=max_length, per_word=data.kind == "tokens")
         labels = label_names(data)
         filler = 0
         if data.kind == "tokens":
@@ -199,7 +199,7 @@ class Task:
     def load(cls, folder: Path) -> Task:
         """The task of a folder that `save` wrote; an `InputError` names the field that is not as expected."""
         path = folder / FILE
-        content = read_json(path)
+        content = parse_json(read_text(path), path)
 
         def field(name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
             value = content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,6 @@ class Judge(Protocol):
         """Figures of merit over a whole split."""
 
 
-class Answers(NamedTuple):
-    """What a forward pass without gradient says of every row."""
-
-    decided: Tensor
-    loss: Tensor  # summed over what counts in the row
-    solved: Tensor
-
-
 class Evaluator:
     """Runs a model in eval mode, in batches of ``batch_size`` rows on each process.
 
@@ -57,21 +49,21 @@ class Evaluator:
 
         return Graphed(forward) if replica.graphs else forward
 
-    def answers(self, rows: Rows, index: Tensor) -> Answers:
-        """Those of the rows ``index``, in their order."""
+    def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Answers of the rows ``index``, in their order, their losses, and whether each is solved."""
         replica, forward = self.replica, self._kept.get(id(rows)) or self._forward_pass(rows)
         size = self.batch_size * replica.ranks
         parts = []
         with replica.in_eval_mode():
             for some in torch.split(index, size):
                 share, _ = replica.share(some, size if replica.graphs else 0)
-                decided, loss, solved = forward(index=share.to(replica.device) if replica.graphs else share)
-                if replica.ranks > 1 and decided.ndim > 1:  # processes may have cut their part differently
-                    decided = replica.accelerator.pad_across_processes(decided, dim=1)
-                parts.append([replica.gather(value, len(some)).clone() for value in (decided, loss, solved)])
-        answers, *others = zip(*parts, strict=True)
+                outputs = forward(index=share.to(replica.device) if replica.graphs else share)
+                if replica.ranks > 1 and outputs[0].ndim > 1:  # processes may have cut their part differently
+                    outputs = replica.accelerator.pad_across_processes(outputs[0], dim=1), *outputs[1:]
+                parts.append([replica.gather(value, len(some)).clone() for value in outputs])
+        answers, loss, solved = zip(*parts, strict=True)
         width = max(part.shape[-1] for part in answers)
-        return Answers(torch.cat([_widen(part, width) for part in answers]), *map(torch.cat, others))
+        return torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(solved)
 
     def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, and the answers they are made from."""

@@ -102,10 +102,10 @@ class Trainer:
         worth = self.sampler.worth_screening(rows)
         if not worth.any():
             return rows
-        candidates = rows[worth]
-        solved = self.evaluator.answers(self.train, candidates).solved.cpu()
-        self.sampler.update(candidates, solved)
-        self.state.screened += len(candidates)
+        screened = rows[worth]
+        solved = self.evaluator.answers(self.train, screened)[-1].cpu()
+        self.sampler.update(screened, solved)
+        self.state.screened += len(screened)
         keep = torch.ones(len(rows), dtype=torch.bool)
         keep[worth] = ~solved
         return rows[keep]
