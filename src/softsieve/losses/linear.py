@@ -162,14 +162,7 @@ def linear_as_cross_entropy(
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
-    states, stats = hidden.reshape(-1, hidden.shape[-1]), None
-    if options.backend == "reference":
-        loss, stats = _compute_reference(states, weight, bias, targets, options, return_stats)
-    else:
-        loss, saved = kernel.linear_as_cross_entropy(states, weight, bias, targets, options)
-        if return_stats:
-            dense = (saved.threshold == -math.inf) & (saved.kept > 0)
-            stats = LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.right)
+    loss, stats = _compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
     if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
     if reduction == "none":
@@ -177,9 +170,16 @@ def linear_as_cross_entropy(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
-def _compute_reference(
+def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
 ) -> tuple[Tensor, LinearASStats | None]:
+    """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
+    if options.backend != "reference":
+        loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+        if not return_stats:
+            return loss, None
+        dense = (saved.threshold == -math.inf) & (saved.kept > 0)
+        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.right)
     label, delta, class_weight, row_weight = targets
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}

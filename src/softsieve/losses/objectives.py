@@ -204,7 +204,10 @@ class ASSoftmax(SingleLabel):
     limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
-        loss, stats = as_cross_entropy(logits, target, return_stats=True, **vars(self))
+        loss, stats = as_cross_entropy(
+            logits, target, delta=self.delta, ignore_index=self.ignore_index, reduction=self.reduction,
+            return_stats=True,
+        )  # fmt: skip
         return Outcome(loss, stats.solved)
 
 

@@ -20,7 +20,7 @@ _LABEL = ("label", "labels", "intent", "category", "class", "target", "topic", "
 
 def table_examples(table: Table, wanted: Wanted) -> Part:
     """The examples of a table, each with its labels."""
-    label = label_column(table, wanted)
+    label = find_label_column(table, wanted)
     kind = wanted.kind or _find_kind(table, label, wanted.text_column)
     inputs = _inputs(table, kind, wanted.text_column, label)
     examples = Examples(inputs, [], table.where)
@@ -50,7 +50,7 @@ def _inputs(table: Table, kind: str, column: str | None, label: str | None) -> l
     return [input_cell(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
 
 
-def label_column(table: Table, wanted: Wanted) -> str:
+def find_label_column(table: Table, wanted: Wanted) -> str:
     """The name of the column of labels; that there is none is an error."""
     column = _find_labels(table, wanted)
     if column is None:

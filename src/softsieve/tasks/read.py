@@ -13,10 +13,10 @@ import numpy as np
 from softsieve import _checks
 from softsieve.errors import InputError, listed
 from softsieve.extras import loaded, package
-from softsieve.tasks.columns import input_cell, label_column, table_examples, table_inputs
+from softsieve.tasks.columns import find_label_column, input_cell, table_examples, table_inputs
 from softsieve.tasks.examples import KINDS, MEDIA, PARTS, Data, Examples, Part, Wanted, as_list, label_names, media_kind
 from softsieve.tasks.files import read_lines
-from softsieve.tasks.tables import Table, is_conll, is_table, read_conll, read_table
+from softsieve.tasks.tables import Table, arrow_columns, is_conll, is_table, read_conll, read_table
 
 
 def read_data(
@@ -64,7 +64,10 @@ def read_data(
         if part is not None and part.kind != train.kind:
             raise InputError(f"{part.examples.where[0]}: expected {train.kind} as in training, found {part.kind}")
         rest[name] = None if part is None else part.examples
-    data = Data(_name(source), train.kind, train.examples, rest["validation"], rest["test"], train.labels)
+    path = Path(source)
+    name = Path(path.name.removesuffix(".gz")).stem if path.is_file() else path.resolve().name
+    name = name if path.exists() else str(source)
+    data = Data(name, train.kind, train.examples, rest["validation"], rest["test"], train.labels)
     _check_labels(data, str(source))
     if data.validation is None and validation_share > 0:
         kept, held_out = hold_out(data, max(1, round(validation_share * len(data.train.inputs))), seed=seed)
@@ -119,20 +122,15 @@ def _check_columns(text_column: str | None, label_column: str | None) -> None:
             raise TypeError(f"{name}: expected the name of a column, found {type(value).__name__}")
 
 
-def _name(source: str | Path) -> str:
-    path = Path(source)
-    if path.is_file():
-        return Path(path.name.removesuffix(".gz")).stem
-    return path.resolve().name if path.is_dir() else str(source)
-
-
 def _read(source: str | Path, wanted: Wanted) -> dict[str, Part]:
     """The parts of a source by name, "train" always; a single file is all training."""
     path = Path(source)
     if path.is_file():
         return {"train": _read_file(path, wanted)}
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():  # `datasets` wrote that folder
-        return _read_saved(path, wanted)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():  # what `save_to_disk` wrote
+        datasets = package("datasets", "a Hugging Face data set")
+        saved = loaded(lambda: datasets.load_from_disk(str(path)), f"{path}: damaged Hugging Face data set")
+        return _from_datasets(str(path), saved, wanted)
     return _read_folder(path, wanted) if path.is_dir() else _read_hub(str(source), wanted)
 
 
@@ -151,13 +149,10 @@ def _check_labels(data: Data, source: str) -> None:
     least = 1 if data.kind == "multilabel" else 2  # any number of labels a row: one of them may be there or not
     if len(seen) < least:
         raise InputError(f"{source}: expected at least {least} classes to train on, found {sorted(seen)}")
-    for part in (data.validation, data.test):
-        if part is None:
-            continue
+    for part in filter(None, (data.validation, data.test)):
         for where, labels in zip(part.where, part.labels, strict=True):
-            for label in as_list(labels):
-                if label not in known:
-                    raise InputError(f"{where}: label {label!r} does not occur in the training data")
+            if unknown := [label for label in as_list(labels) if label not in known]:
+                raise InputError(f"{where}: label {unknown[0]!r} does not occur in the training data")
 
 
 def _read_file(path: Path, wanted: Wanted) -> Part:
@@ -255,13 +250,6 @@ def _read_hub(source: str, wanted: Wanted) -> dict[str, Part]:
     return _from_datasets(source, loaded(load, f"{source}: neither a file or folder nor a data set to load"), wanted)
 
 
-def _read_saved(folder: Path, wanted: Wanted) -> dict[str, Part]:
-    """What `save_to_disk` of a data set, or of its splits, wrote."""
-    datasets = package("datasets", "a Hugging Face data set")
-    saved = loaded(lambda: datasets.load_from_disk(str(folder)), f"{folder}: damaged Hugging Face data set")
-    return _from_datasets(str(folder), saved, wanted)
-
-
 def _from_datasets(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
     splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     if len(splits) == 1:
@@ -272,7 +260,7 @@ def _from_datasets(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]
         if split is None:
             continue
         table = _dataset_table(f"{source}:{split}", splits[split])
-        withheld = all(value is None for value in table.columns[label_column(table, wanted)])
+        withheld = all(value is None for value in table.columns[find_label_column(table, wanted)])
         if part == "train" or not withheld:  # benchmarks publish tests without their labels
             parts[part] = table_examples(table, wanted)
     if "train" not in parts:
@@ -285,7 +273,8 @@ def _dataset_table(place: str, dataset: Any) -> Table:
     datasets = package("datasets", "a Hugging Face data set")
     if not len(dataset):
         raise InputError(f"{place}: no rows")
-    columns = loaded(lambda: _columns(dataset), f"{place}: damaged Hugging Face data set")
+    complaint = f"{place}: damaged Hugging Face data set"
+    columns = loaded(lambda: arrow_columns(dataset.with_format("arrow")[:]), complaint)
     media, names = {}, {}
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.Image | datasets.Audio):
@@ -297,13 +286,6 @@ def _dataset_table(place: str, dataset: Any) -> Table:
             names[column] = [name.strip() for name in inner.names]
             columns[column] = [_class_names(value, names[column]) for value in columns[column]]
     return Table(place, columns, [f"{place}:{row + 1}" for row in range(len(dataset))], media=media, names=names)
-
-
-def _columns(dataset: Any) -> dict[str, list[Any]]:
-    """All cells as they are stored: images and sounds are not decoded here."""
-    arrow = dataset.with_format("arrow")[:]
-    arrow.validate(full=True)  # what was read may point anywhere
-    return {name: arrow.column(name).to_pylist() for name in arrow.column_names}
 
 
 def _class_names(value: Any, names: list[str]) -> Any:

@@ -126,16 +126,18 @@ def _read_parquet(path: Path) -> Table:
         # Without threads, which some versions fail to end with the program.
         source = parquet.ParquetFile(arrow.BufferReader(read_bytes(path)), pre_buffer=False)
         table = source.read(use_threads=False)
-        table.validate(full=True)  # what was read may point anywhere
-        columns = {name: table.column(name).to_pylist() for name in table.column_names}
+        columns = arrow_columns(table)
     except (arrow.ArrowException, OSError, KeyError, OverflowError, ValueError) as error:
         raise InputError(f"{path}: not a parquet file ({first_line(error)})") from None
     return Table(str(path), columns, [f"{path}:{row + 1}" for row in range(table.num_rows)], path.parent)
 
 
+def arrow_columns(table: Any) -> dict[str, list[Any]]:
+    """All cells of an Arrow table as they are stored: images and sounds are not decoded."""
+    table.validate(full=True)  # what was read may point anywhere
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
 _TABLES: dict[str, Callable[[Path], Table]] = {
-    ".csv": _read_delimited,
-    ".tsv": _read_delimited,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+    ".csv": _read_delimited, ".tsv": _read_delimited, ".jsonl": _read_jsonl, ".parquet": _read_parquet,
+}  # fmt: skip
