@@ -62,7 +62,7 @@ class PretrainedEncoder(Encoder):
     def load(cls, source: str | Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
         """The encoder of a name or folder, for texts of at most so many of its tokens; of a path, what `save` wrote."""
         saved = isinstance(source, Path)
-        name = str(source / FOLDER) if isinstance(source, Path) else source
+        name = str(Path(source) / FOLDER) if saved else str(source)
         place = name if saved else f"model {name}"
         options: dict[str, Any] = {"local_files_only": True} if saved else {}
         if saved and not Path(name).is_dir():
@@ -128,12 +128,10 @@ class PretrainedEncoder(Encoder):
 
 def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
     """The position of the first token of every word, -1 for a word without: cut off, or of no character it knows."""
-    first = [-1] * words
-    for position in reversed(range(len(word_of))):
-        word = word_of[position]
-        if word is not None:
-            first[word] = position
-    return first
+    first: dict[int | None, int] = {}
+    for position, word in enumerate(word_of):
+        first.setdefault(word, position)
+    return [first.get(word, -1) for word in range(words)]
 
 
 @contextmanager
