@@ -97,7 +97,7 @@ def row_numbers(name: str, value: object, count: int) -> Tensor:
     return rows
 
 
-def of_rows(name: str, value: object, indices: Tensor) -> Tensor:
+def row_values(name: str, value: object, indices: Tensor) -> Tensor:
     """``value`` on the CPU, refused unless it is a tensor with one number for each of the ``indices``."""
     numbers = tensor(name, value)
     in_memory(name, numbers)

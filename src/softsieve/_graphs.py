@@ -35,7 +35,7 @@ class Graphed:
         if key not in self.graphs:
             self.calls[key] = self.calls.get(key, 0) + 1
             if self.calls[key] <= self.warmup or len(self.graphs) == self.limit:
-                return self._beside(inputs)
+                return self._run_beside(inputs)
             self.graphs[key] = self._record(inputs)
         graph, static, outputs = self.graphs[key]
         for name, value in inputs.items():
@@ -43,7 +43,7 @@ class Graphed:
         graph.replay()
         return outputs
 
-    def _beside(self, inputs: dict[str, Tensor]) -> Outputs:
+    def _run_beside(self, inputs: dict[str, Tensor]) -> Outputs:
         """Run on a stream of its own, as torch asks of whatever is recorded later."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

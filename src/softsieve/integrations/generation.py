@@ -160,7 +160,7 @@ def agreement(model: Any, prompt: Tensor, text: Tensor, *, stream: Stream = igno
 
     The model is given a text after a prompt, token by token, so that one difference does not lead to others.
     """
-    layer = _adaptive(model)
+    layer = _get_adaptive_head(model)
     cache, agreed = _read(model, prompt[:-1]), 0
     with watched(layer) as calls:
         for before, after in zip([int(prompt[-1]), *text[:-1].tolist()], text.tolist(), strict=True):
@@ -175,7 +175,7 @@ def agreement(model: Any, prompt: Tensor, text: Tensor, *, stream: Stream = igno
 @contextmanager
 def exact_head(model: Any) -> Iterator[None]:
     """A model with an adaptive head has its own output layer for a while."""
-    layer = _adaptive(model)
+    layer = _get_adaptive_head(model)
     model.set_output_embeddings(layer.replaced)
     try:
         yield
@@ -190,10 +190,10 @@ def watched(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, float]]]:
     calls: list[tuple[Tensor, Tensor, float]] = []
 
     def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        started.append(_clock(inputs[0]))
+        started.append(_read_clock(inputs[0]))
 
     def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls.append((inputs[0], output, _clock(output) - started.pop()))
+        calls.append((inputs[0], output, _read_clock(output) - started.pop()))
 
     hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
     try:
@@ -303,30 +303,30 @@ def _read(model: Any, *texts: Tensor) -> Any:
     ids = torch.stack(texts)
     if not ids.numel():
         return None
-    return _kept(model, model.base_model(input_ids=ids.to(model.device), use_cache=True))
+    return _get_cache(model, model.base_model(input_ids=ids.to(model.device), use_cache=True))
 
 
 def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits after one more token of each text (texts, 1), and what is kept."""
     out = model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
-    return out.logits[:, -1], _kept(model, out)
+    return out.logits[:, -1], _get_cache(model, out)
 
 
-def _kept(model: Any, out: Any) -> Any:
+def _get_cache(model: Any, out: Any) -> Any:
     cache = getattr(out, "past_key_values", None)
     if cache is None:
         raise InputError(f"model: expected one that keeps keys and values, found {type(model).__name__}")
     return cache
 
 
-def _adaptive(model: Any) -> AdaptiveHead:
+def _get_adaptive_head(model: Any) -> AdaptiveHead:
     layer = output_layer(model)
     if not isinstance(layer, AdaptiveHead):
         raise InputError("model: expected an adaptive head, found the model's own output layer")
     return layer
 
 
-def _clock(tensor: Tensor) -> float:
+def _read_clock(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

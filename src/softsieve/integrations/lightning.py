@@ -25,7 +25,7 @@ from softsieve.training.speed import ASSpeed
 LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss)
 
 
-def _output(outputs: Any, name: str) -> Tensor:
+def _read_output(outputs: Any, name: str) -> Tensor:
     """A tensor of what ``training_step`` returned."""
     if not isinstance(outputs, dict) or name not in outputs:
         names = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
@@ -127,7 +127,7 @@ class SpeedCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        solved = _output(outputs, "solved").bool()
+        solved = _read_output(outputs, "solved").bool()
         self._seen = self._seen.to(solved.device) + torch.stack([solved.sum(), (~solved).sum()])
         done = batch_idx + 1
         if done % self._window and not trainer.is_last_batch:
@@ -240,7 +240,7 @@ class SkipCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._noted.append((_output(outputs, "index"), _output(outputs, "solved")))
+        self._noted.append((_read_output(outputs, "index"), _read_output(outputs, "solved")))
         self._epoch, self._batches, self._over = trainer.current_epoch, batch_idx + 1, trainer.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

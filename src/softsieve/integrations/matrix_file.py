@@ -28,8 +28,8 @@ _DAMAGED = (
 def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Tensor, Tensor | None]:
     """A matrix (n, d) and, from a .safetensors file, its bias."""
     if path.suffix == ".npy":
-        return _tensor(path, _array(path)), None
-    with _opened(path) as file:
+        return _make_tensor(path, _load_array(path)), None
+    with _open(path) as file:
         names = list(file.keys())
         for name in (tensor, *([bias] if bias else [])):
             if name not in names:
@@ -53,13 +53,13 @@ def read_queries(
     if path.suffix == ".npy":
         if part == "test" and missing:
             return
-        array = _array(path)
+        array = _load_array(path)
         if array.ndim != 2:
             raise InputError(f"{path}: expected a matrix (N, d), found shape {array.shape}")
         for first in range(0, len(array), ROWS):
-            yield _tensor(path, array[first : first + ROWS][start :: abs(step)])
+            yield _make_tensor(path, array[first : first + ROWS][start :: abs(step)])
         return
-    with _opened(path) as file:
+    with _open(path) as file:
         names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
         if corpora:
             wanted = [f"{corpus}.{part}" for corpus in corpora]
@@ -80,7 +80,7 @@ def read_queries(
             yield rows[start :: abs(step)]
 
 
-def _opened(path: Path) -> AbstractContextManager[Any]:
+def _open(path: Path) -> AbstractContextManager[Any]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     if path.suffix != ".safetensors":
@@ -94,14 +94,14 @@ def _read(path: Path, file: Any, name: str) -> Tensor:
     return value
 
 
-def _tensor(path: Path, rows: np.ndarray) -> Tensor:
+def _make_tensor(path: Path, rows: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("=")))
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: expected an array of numbers, found {rows.dtype} ({first_line(error)})") from None
 
 
-def _array(path: Path) -> np.ndarray:
+def _load_array(path: Path) -> np.ndarray:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:

@@ -108,7 +108,7 @@ class ASTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
         self.as_options = as_options or ASOptions()
         self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
-        self._refuse()
+        self._check_settings()
         self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
         self._delta = self.as_options.delta
         self._speed: ASSpeed | None = None
@@ -120,7 +120,7 @@ class ASTrainerMixin(Trainer):
         if self._adapts:
             self.callback_handler.callbacks.insert(0, _Notify(self))  # the others should see its state.epoch
 
-    def _refuse(self) -> None:
+    def _check_settings(self) -> None:
         options, data = self.as_options, self.train_dataset
         if self.compute_loss_func is not None or self.label_smoother is not None:
             raise InputError("ASTrainer: expected no other loss, found compute_loss_func or label_smoothing_factor")
@@ -209,23 +209,23 @@ class ASTrainerMixin(Trainer):
         """Optimizer steps that a plain Trainer would have made by now."""
         if not self._adapts:
             return self.state.global_step
-        return self._epoch * self._steps + self._batches * self._steps // self._planned()
+        return self._epoch * self._steps + self._batches * self._steps // self._planned_batches()
 
-    def _planned(self) -> int:
+    def _planned_batches(self) -> int:
         """Micro-batches in the epoch under way."""
         loader: Any = self.callback_handler.train_dataloader
         return max(1, len(loader))
 
-    def _window_ended(self) -> None:
-        self.state.epoch = self._epoch + self._batches / self._planned()
+    def _end_window(self) -> None:
+        self.state.epoch = self._epoch + self._batches / self._planned_batches()
         if self._speed is not None:
             solved, counted = self.accelerator.reduce(self._seen, "sum").tolist()
             if counted > 0:
                 self._speed.update(solved, counted)
-        if self._batches >= self._planned():  # so that a checkpoint of this step goes on with the next epoch
-            self._epoch_ended()
+        if self._batches >= self._planned_batches():  # so that a checkpoint of this step goes on with the next epoch
+            self._end_epoch()
 
-    def _epoch_ended(self) -> None:
+    def _end_epoch(self) -> None:
         if self._batches > 0:
             self._epoch, self._batches = self._epoch + 1, 0
 
@@ -312,10 +312,10 @@ class _Notify(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._window_ended()
+        self.trainer._end_window()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._epoch_ended()
+        self.trainer._end_epoch()
 
 
 class _Indexed(Dataset[Any]):

@@ -85,7 +85,7 @@ def _(
 # their derivatives, shared by both ways
 
 
-def by_op(logits: Tensor) -> bool:
+def needs_op(logits: Tensor) -> bool:
     """Whether to go through the registered op: in a compiled graph, and for a subclass of Tensor."""
     return torch.compiler.is_compiling() or type(logits) not in (Tensor, nn.Parameter)
 
@@ -103,7 +103,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
         return None, None, None, None, None, None
     logits, *scalars, share = ctx.saved_tensors
     backward: Callable[..., Tensor] = _backward
-    if by_op(logits):
+    if needs_op(logits):
         backward = backward_op
     elif torch.is_grad_enabled():  # somebody wants the second derivative
         backward = _apply_backward
@@ -159,7 +159,7 @@ def as_cross_entropy(
         ignore_index: label of rows that do not count.
         reduction: "none", "mean" or "sum".
     """
-    if by_op(logits):
+    if needs_op(logits):
         margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
     else:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from softsieve.kernels import linear_torch
-from softsieve.kernels.cross_entropy import by_op, differentiable
+from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
 from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
 
@@ -37,7 +37,7 @@ ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gra
 TRITON = "triton"
 
 
-def backend_of(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """The module of that name."""
     if name == TRITON:
         from softsieve.kernels import linear_triton
@@ -66,20 +66,20 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, S
     loss, saved = _forward_ignored(hidden, options)
     if count:
         rows = torch.nonzero_static(counted, size=count).squeeze(1)
-        of_counted, saved_counted = _forward_counted(layer.some(rows), targets.some(rows), options, shards)
+        loss_counted, saved_counted = _forward_counted(layer.select(rows), targets.select(rows), options, shards)
         for value, part in zip(saved[:-1], saved_counted[:-1], strict=True):
             value[rows] = part
         saved = saved._replace(counts=saved_counted.counts)
         if options.reduction == "none":
-            loss[rows] = of_counted
+            loss[rows] = loss_counted
         else:
-            loss = of_counted
+            loss = loss_counted
     return loss, saved
 
 
 def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
     """`forward` for rows that are all ignored."""
-    rows, listed = hidden.shape[0], backend_of(options.backend).LISTED
+    rows, listed = hidden.shape[0], load_backend(options.backend).LISTED
     row = hidden.new_zeros(rows, dtype=accumulation_dtype(hidden))
     dtypes = {"kept": torch.long, "right": torch.bool, "listed": torch.bool, "classes": torch.int32}
     shapes = {"classes": (rows, listed), "logits": (rows, listed)}
@@ -91,21 +91,21 @@ def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
 
 def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
-    backend, label = backend_of(options.backend), targets.label
+    backend, label = load_backend(options.backend), targets.label
     top, own = layer.hidden.new_full((2, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
-    here, marks = Scan(top, torch.zeros_like(top), own), backend.marks(layer)
+    own_scan, marks = Scan(top, torch.zeros_like(top), own), backend.make_marks(layer)
     for chunk in layer.chunks(BUFFER):
-        backend.scan(chunk, label, here, marks)
+        backend.scan(chunk, label, own_scan, marks)
     del chunk
-    state = shards.scan_of_all(here)
+    state = shards.merge_scans(own_scan)
     settled = backend.settle(layer, targets, state, marks)
     del marks
     unlisted, wide, entries = settled.counts.tolist()
     if wide:
         rows = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
-        for chunk in layer.some(rows).chunks(BUFFER):
+        for chunk in layer.select(rows).chunks(BUFFER):
             backend.sum_kept(chunk, rows, label, state.own, settled)
-    settled = shards.kept_of_all(settled)
+    settled = shards.merge_kept(settled)
     if shards.group is not None and not backend.LISTED:  # solved here and not elsewhere: the label has a gradient
         listed = settled.listed & ~((settled.rivals > 0) & (own > -INF))
         settled, unlisted = settled._replace(listed=listed), int((~listed).sum())
@@ -121,10 +121,10 @@ def backward(
     factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
-    backend, shards = backend_of(options.backend), _Shards(options.group, len(layer.weight), target.device)
+    backend, shards = load_backend(options.backend), _Shards(options.group, len(layer.weight), target.device)
     label = shards.own_labels(target)
     to_hidden, to_weight, to_bias = grads = _empty_gradients(layer[:3], wanted)
-    entries = backend.entries(layer, label, factor, saved)
+    entries = backend.make_entries(layer, label, factor, saved)
     unlisted, count = saved.counts.tolist()
     if shards.group is not None:  # a row may be solved here and not elsewhere
         count = int((entries.keys < entries.none).sum())
@@ -137,7 +137,7 @@ def backward(
     item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
     blocks = -(-unlisted * layer.hidden.shape[1] * item // ROWS)
     for number, block in enumerate(rows.chunk(blocks) if unlisted else ()):
-        part = layer.some(block)
+        part = layer.select(block)
         sums = part.hidden.new_zeros(
             part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
@@ -206,7 +206,7 @@ class _Shards:
         """Labels that count from this shard's first class."""
         return target - self.first if self.first else target
 
-    def scan_of_all(self, state: Scan) -> Scan:
+    def merge_scans(self, state: Scan) -> Scan:
         """The same over the classes of all shards."""
         if self.group is None:
             return state
@@ -215,7 +215,7 @@ class _Shards:
         base = top.masked_fill(top == -INF, 0)
         return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0))
 
-    def kept_of_all(self, settled: Settled) -> Settled:
+    def merge_kept(self, settled: Settled) -> Settled:
         """With the kept classes of all shards."""
         if self.group is None:
             return settled
@@ -281,7 +281,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
     call: Callable[..., tuple[Tensor, ...]] = _backward
-    if by_op(hidden):
+    if needs_op(hidden):
         call = backward_op
     elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
         call = _apply_backward
@@ -316,7 +316,7 @@ def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Saved]:
     """`forward` of (rows, size), (classes, size) and (classes,) or None, with a differentiable loss."""
-    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _apply_forward
+    call: Callable[..., Outputs] = forward_op if needs_op(hidden) else _apply_forward
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets))
     loss, *saved = call(*tensors, *options)
     return loss, Saved(*saved)

@@ -29,7 +29,7 @@ def _labels_in(chunk: Chunk, label: Tensor) -> tuple[Tensor, Tensor]:
     return rows, column[rows]
 
 
-def marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer) -> Tensor:
     """The largest logit besides the label's."""
     return layer.hidden.new_full((len(layer.hidden),), -INF, dtype=accumulation_dtype(layer.hidden))
 
@@ -110,7 +110,7 @@ def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, sav
     chunk.products.copy_(q)
 
 
-def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
     """None: listed rows have no gradient."""
     return Entries(saved.logits, saved.classes, len(layer.weight))
 

@@ -330,7 +330,7 @@ def _block(width: int, most: int) -> int:
     return int(max(TILE, min(triton.next_power_of_2(width), most)))
 
 
-def marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer) -> Tensor:
     """The largest logit of every tile, without the label's. (rows, tiles)"""
     return layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
 
@@ -406,7 +406,7 @@ def finish(
     return loss, kept, lse, norm, share, right
 
 
-def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
     """Of rows that have a gradient and whose kept classes are listed."""
     rows, width = saved.classes.shape
     made = Entries(saved.logits.new_empty(rows, width + 1), saved.classes.new_empty(rows, width + 1), len(layer.weight))

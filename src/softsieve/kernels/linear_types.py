@@ -33,7 +33,7 @@ class Targets(NamedTuple):
     class_weight: Tensor | None = None  # (classes of all shards,)
     row_weight: Tensor | None = None
 
-    def some(self, rows: Tensor) -> Targets:
+    def select(self, rows: Tensor) -> Targets:
         return Targets(
             self.label[rows],
             self.delta[rows] if self.delta.ndim else self.delta,
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
     bias: Tensor | None  # (classes,)
     cap: float
 
-    def some(self, rows: Tensor) -> Layer:
+    def select(self, rows: Tensor) -> Layer:
         return self._replace(hidden=self.hidden[rows])
 
     def chunks(self, budget: int) -> Iterator[Chunk]:
@@ -134,7 +134,7 @@ class Backend(Protocol):
 
     LISTED: int  # the most classes of a row that are listed
 
-    def marks(self, layer: Layer) -> Tensor:
+    def make_marks(self, layer: Layer) -> Tensor:
         """Where `scan` is to note what `settle` must know of the logits besides the label's."""
 
     def scan(self, chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
@@ -154,7 +154,7 @@ class Backend(Protocol):
     def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
         """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""
 
-    def entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+    def make_entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
         """The gradient of listed logits, times ``factor``."""
 
     def combine(self, entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:

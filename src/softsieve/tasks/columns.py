@@ -22,10 +22,10 @@ def table_examples(table: Table, wanted: Wanted) -> Part:
     """The examples of a table, each with its labels."""
     label = find_label_column(table, wanted)
     kind = wanted.kind or _find_kind(table, label, wanted.text_column)
-    inputs = _inputs(table, kind, wanted.text_column, label)
+    inputs = _read_inputs(table, kind, wanted.text_column, label)
     examples = Examples(inputs, [], table.where)
     for where, words, answer in zip(table.where, inputs, table.columns[label], strict=True):
-        labels = label_cell(answer, kind, f"{where}: column {label!r}")
+        labels = read_label(answer, kind, f"{where}: column {label!r}")
         if kind == "tokens" and len(words) != len(labels):
             raise InputError(f"{where}: expected a label a word, found {len(words)} words and {len(labels)} labels")
         examples.labels.append(labels)
@@ -39,15 +39,15 @@ def table_inputs(table: Table, kind: str, wanted: Wanted) -> Examples:
     blank = [value is None or not str(value).strip() for value in answers]
     if (None not in answers and not all(blank)) if kind == "multilabel" else not any(blank):
         return table_examples(table, wanted).examples
-    return Examples(_inputs(table, kind, wanted.text_column, label), [], table.where)
+    return Examples(_read_inputs(table, kind, wanted.text_column, label), [], table.where)
 
 
-def _inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
-    column = _named(table, column) if column is not None else _find_inputs(table, kind, label)
+def _read_inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
+    column = _find_named(table, column) if column is not None else _find_inputs(table, kind, label)
     if column == label:
         raise InputError(f"{table.place}: column {column!r} cannot be both the input and the label")
     cells = zip(table.columns[column], table.where, strict=True)
-    return [input_cell(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
+    return [read_input(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
 
 
 def find_label_column(table: Table, wanted: Wanted) -> str:
@@ -60,13 +60,13 @@ def find_label_column(table: Table, wanted: Wanted) -> str:
 
 def _find_labels(table: Table, wanted: Wanted) -> str | None:
     if wanted.label_column is not None:
-        return _named(table, wanted.label_column)
+        return _find_named(table, wanted.label_column)
     only = next(iter(table.names)) if len(table.names) == 1 else None
     return _find(table, _LABEL, but=wanted.text_column) or only
 
 
 def _find_kind(table: Table, label: str, column: str | None) -> str:
-    column = None if column is None else _named(table, column)
+    column = None if column is None else _find_named(table, column)
     if _holds_lists(table, label):
         words = column or _find(table, _WORDS, but=label)
         return "tokens" if words is not None and _holds_lists(table, words) else "multilabel"
@@ -89,7 +89,7 @@ def _find_inputs(table: Table, kind: str, label: str | None) -> str:
         column, what = _find(table, _WORDS, but=label), "words"
     else:
         column, what = _find(table, _TEXT, but=label), "texts"
-        texts = [name for name in table.columns if name != label and _is_text(table.columns[name])]
+        texts = [name for name in table.columns if name != label and _are_texts(table.columns[name])]
         if column is None and len(texts) == 1:
             column = texts[0]
     if column is None:
@@ -101,7 +101,7 @@ def _find_media(table: Table) -> str | None:
     return next(iter(table.media), None) or _find(table, _FILES)
 
 
-def _named(table: Table, name: str) -> str:
+def _find_named(table: Table, name: str) -> str:
     column = name if name in table.columns else _find(table, [name.lower()])
     if column is None:
         raise InputError(f"{table.place}: no column {name!r}, there are {listed(table.columns)}")
@@ -118,49 +118,49 @@ def _holds_lists(table: Table, column: str) -> bool:
     return any(isinstance(value, list) for value in table.columns[column])
 
 
-def _is_text(values: list[Any]) -> bool:
+def _are_texts(values: list[Any]) -> bool:
     """Whether values are strings, and not all of them numbers."""
     if not all(isinstance(value, str) for value in values):
         return False
     return not all(re.fullmatch(r"\s*[-+]?[0-9.]*(e[-+]?[0-9]+)?\s*", value, re.IGNORECASE) for value in values)
 
 
-def input_cell(value: Any, kind: str, where: str, folder: Path) -> Any:
+def read_input(value: Any, kind: str, where: str, folder: Path) -> Any:
     """An input of that kind, as `Examples` has it; file names are those of files in the folder."""
     if kind in MEDIA:
-        return _media(value, where, folder)
+        return _find_file(value, where, folder)
     if kind == "tokens":
         if not isinstance(value, list) or not value:
             raise InputError(f"{where}: expected a list of words, found {shown(value)}")
-        return [_string(word, where) for word in value]
-    if not _string("" if value is None else value, where).strip():
+        return [_check_string(word, where) for word in value]
+    if not _check_string("" if value is None else value, where).strip():
         raise InputError(f"{where}: empty text")
     return value
 
 
-def label_cell(value: Any, kind: str, where: str) -> Any:
+def read_label(value: Any, kind: str, where: str) -> Any:
     """The label, or the list of labels, of an example of that kind."""
     if kind not in ("multilabel", "tokens"):
-        return _one_label(value, where)
+        return _check_label(value, where)
     if kind == "multilabel" and isinstance(value, str):
         value = [label for label in re.split(r"[|,]", value) if label.strip()]
     if not isinstance(value, list):
         raise InputError(f"{where}: expected a list of labels, found {shown(value)}")
-    labels = [_one_label(label, where) for label in value]
+    labels = [_check_label(label, where) for label in value]
     return list(dict.fromkeys(labels)) if kind == "multilabel" else labels
 
 
-def _one_label(value: Any, where: str) -> str:
+def _check_label(value: Any, where: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise InputError(f"{where}: empty label")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of integers turns into floats where one of them is missing
     if not isinstance(value, str | int):
         raise InputError(f"{where}: expected a label, found {shown(value)}")
-    return _string(str(value).strip(), where)
+    return _check_string(str(value).strip(), where)
 
 
-def _string(value: Any, where: str) -> str:
+def _check_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where}: expected text, found {shown(value)}")
     try:
@@ -170,7 +170,7 @@ def _string(value: Any, where: str) -> str:
     return value
 
 
-def _media(value: Any, where: str, folder: Path) -> Path | bytes:
+def _find_file(value: Any, where: str, folder: Path) -> Path | bytes:
     """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any."""
     if isinstance(value, dict):
         content, value = value.get("bytes"), value.get("path")

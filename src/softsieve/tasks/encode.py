@@ -97,13 +97,13 @@ class ImageEncoder(Encoder):
     @classmethod
     def fit(cls, train: Examples) -> ImageEncoder:
         """The median side of some training images, up to 64."""
-        images = [_decoded_image(value, where, LARGEST_IMAGE) for value, where in _some(train)]
+        images = [_decode_image(value, where, LARGEST_IMAGE) for value, where in _sample(train)]
         side = int(np.median([side for _, sides in images for side in sides]))
         grey = all((pixels == pixels[..., :1]).all() for pixels, _ in images)
         return cls(size=min(max(side, 8), LARGEST_IMAGE), mirror=int(not grey))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        images = _each(lambda value, where: _decoded_image(value, where, self.size)[0], examples, workers)
+        images = _decode_each(lambda value, where: _decode_image(value, where, self.size)[0], examples, workers)
         return Encoded({"pixels": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()})
 
     def body(self) -> Body:
@@ -120,11 +120,11 @@ class AudioEncoder(Encoder):
     @classmethod
     def fit(cls, train: Examples) -> AudioEncoder:
         """Long enough for 99 of 100 of some training sounds, up to 5 seconds."""
-        lengths = [len(_decoded_sound(value, where, LONGEST_SOUND)) for value, where in _some(train)]
+        lengths = [len(_decode_sound(value, where, LONGEST_SOUND)) for value, where in _sample(train)]
         return cls(samples=max(int(np.quantile(lengths, 0.99)), SHORTEST_SOUND))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        sounds = _each(lambda value, where: _decoded_sound(value, where, self.samples), examples, workers)
+        sounds = _decode_each(lambda value, where: _decode_sound(value, where, self.samples), examples, workers)
         samples = np.zeros((len(sounds), self.samples), np.int16)
         for row, sound in zip(samples, sounds, strict=True):
             row[: len(sound)] = sound
@@ -155,12 +155,12 @@ def text_ids(text: str, max_length: int) -> list[int]:
     """Hashed features of the first words of a text: words and pairs first, so that they survive a long one."""
     words = _WORD.findall(text.lower())[:max_length]
     pairs = [hashed(f"{first} {second}") for first, second in zip(["<", *words], [*words, ">"], strict=True)]
-    pieces = [piece for word in words for piece in _pieces(word)]
+    pieces = [piece for word in words for piece in _hash_parts(word)]
     return [*map(hashed, words), *pairs, *pieces][:MOST_IDS]
 
 
 @lru_cache(2**16)
-def _pieces(word: str) -> list[int]:
+def _hash_parts(word: str) -> list[int]:
     whole = f"<{word}>"
     return [hashed(f"#{whole[i : i + n]}") for n in (3, 4, 5) for i in range(len(whole) - n + 1)]
 
@@ -195,7 +195,7 @@ def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, .
     return out, lengths.clamp_min(1)
 
 
-def _each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
+def _decode_each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
     """Every input decoded, in order."""
     if workers > 1:
         with ThreadPoolExecutor(workers) as pool:
@@ -203,13 +203,13 @@ def _each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -
     return list(map(decode, examples.inputs, examples.where))
 
 
-def _some(examples: Examples) -> Iterator[tuple[Any, str]]:
+def _sample(examples: Examples) -> Iterator[tuple[Any, str]]:
     """At most 200 examples and their places, evenly spread."""
     step = -(-len(examples.inputs) // 200)
     return zip(examples.inputs[::step], examples.where[::step], strict=True)
 
 
-def _decoded_image(value: Any, where: str, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], tuple[int, int]]:
+def _decode_image(value: Any, where: str, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], tuple[int, int]]:
     """The pixels (size, size, 3) of an image file, its bytes or an array, and its width and height before."""
     library = package("PIL.Image", "reading images")
     try:
@@ -232,7 +232,7 @@ def _decoded_image(value: Any, where: str, size: int) -> tuple[np.ndarray[Any, n
         raise InputError(f"{where}: unreadable image ({first_line(error)})") from None
 
 
-def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+def _decode_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
     """At most the first ``longest`` samples of a sound file or of (samples, rate), at 8 kHz and full volume."""
     if isinstance(value, tuple):
         sound, rate = value

@@ -13,7 +13,7 @@ import numpy as np
 from softsieve import _checks
 from softsieve.errors import InputError, listed
 from softsieve.extras import loaded, package
-from softsieve.tasks.columns import find_label_column, input_cell, table_examples, table_inputs
+from softsieve.tasks.columns import find_label_column, read_input, table_examples, table_inputs
 from softsieve.tasks.examples import KINDS, MEDIA, PARTS, Data, Examples, Part, Wanted, as_list, label_names, media_kind
 from softsieve.tasks.files import read_lines
 from softsieve.tasks.tables import Table, arrow_columns, is_conll, is_table, read_conll, read_table
@@ -60,7 +60,7 @@ def read_data(
     wanted = wanted._replace(kind=train.kind)  # what training is, the other parts must be
     rest: dict[str, Examples | None] = {}
     for name, own in (("validation", validation), ("test", test)):
-        part = parts.get(name) if own is None else _one_part(own, name, wanted)
+        part = parts.get(name) if own is None else _read_part(own, name, wanted)
         if part is not None and part.kind != train.kind:
             raise InputError(f"{part.examples.where[0]}: expected {train.kind} as in training, found {part.kind}")
         rest[name] = None if part is None else part.examples
@@ -95,7 +95,7 @@ def read_inputs(
     _check_columns(text_column, label_column)
     path, wanted = _checks.path("source", source), Wanted(kind, text_column, label_column)
     if path.is_dir() and kind in MEDIA:
-        files = _media_files(path, (kind,))
+        files = _list_media(path, (kind,))
         if files:
             wanted.expect_no_columns(path)
             return Examples(files, [], [str(file) for file in files])
@@ -104,14 +104,14 @@ def read_inputs(
         return read_conll(path, tags=False) if kind == "tokens" else line_inputs(read_lines(path), kind, path.parent)
     if path.is_file() and is_table(path):
         return table_inputs(read_table(path), kind, wanted)
-    return _one_part(source, "test", wanted).examples
+    return _read_part(source, "test", wanted).examples
 
 
 def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path()) -> Examples:
     """Examples without labels from places and lines: texts, words between spaces, or names of files in the folder."""
     examples = Examples([], [], [])
     for where, line in lines:
-        examples.inputs.append(input_cell(line.split() if kind == "tokens" else line, kind, where, folder))
+        examples.inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
         examples.where.append(where)
     return examples
 
@@ -130,11 +130,11 @@ def _read(source: str | Path, wanted: Wanted) -> dict[str, Part]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():  # what `save_to_disk` wrote
         datasets = package("datasets", "a Hugging Face data set")
         saved = loaded(lambda: datasets.load_from_disk(str(path)), f"{path}: damaged Hugging Face data set")
-        return _from_datasets(str(path), saved, wanted)
+        return _read_splits(str(path), saved, wanted)
     return _read_folder(path, wanted) if path.is_dir() else _read_hub(str(source), wanted)
 
 
-def _one_part(source: str | Path, name: str, wanted: Wanted) -> Part:
+def _read_part(source: str | Path, name: str, wanted: Wanted) -> Part:
     """The part of that name, or the only one, of a source the caller gave for it."""
     parts = _read(source, wanted)
     if name not in parts and len(parts) != 1:
@@ -170,17 +170,17 @@ def _read_file(path: Path, wanted: Wanted) -> Part:
 
 def _read_folder(folder: Path, wanted: Wanted) -> dict[str, Part]:
     """The parts of a folder by name, "train" always: files train.csv, ..., or folders of images or sounds."""
-    files = _by_part([path for path in folder.iterdir() if path.is_file() and (is_table(path) or is_conll(path))])
+    files = _group_by_part([path for path in folder.iterdir() if path.is_file() and (is_table(path) or is_conll(path))])
     if "train" in files:
         return {part: _read_file(path, wanted) for part, path in files.items()}
-    folders = _folders(folder)
+    folders = _list_folders(folder)
     names = {path.name for path in folders}
     if "train" in names and names <= {alias for aliases in PARTS.values() for alias in aliases}:
-        return {part: _read_classes(path, wanted) for part, path in _by_part(folders).items()}
+        return {part: _read_classes(path, wanted) for part, path in _group_by_part(folders).items()}
     return {"train": _read_classes(folder, wanted)}
 
 
-def _by_part(paths: list[Path]) -> dict[str, Path]:
+def _group_by_part(paths: list[Path]) -> dict[str, Path]:
     """The path of each part that has one, told by its name up to the first dot."""
     parts = {}
     for part, aliases in PARTS.items():
@@ -193,11 +193,11 @@ def _by_part(paths: list[Path]) -> dict[str, Path]:
     return parts
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
 
 
-def _media_files(folder: Path, kinds: Collection[str]) -> list[Path]:
+def _list_media(folder: Path, kinds: Collection[str]) -> list[Path]:
     """The files of those kinds in a folder, but for hidden ones: macOS puts a ._1.png beside 1.png."""
     inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     return [path for path in inside if media_kind(path.name) in kinds]
@@ -207,7 +207,7 @@ def _read_classes(folder: Path, wanted: Wanted) -> Part:
     """A folder that holds a folder of images or sounds per class."""
     if wanted.kind not in (None, *MEDIA):
         raise InputError(f"{folder}: expected a file train.csv (.tsv, .jsonl, ...) for {wanted.kind}, found none")
-    classes = _folders(folder)
+    classes = _list_folders(folder)
     if not classes:
         raise InputError(
             f"{folder}: expected a folder per class or a file train.csv (.tsv, .jsonl, ...), found neither"
@@ -217,7 +217,7 @@ def _read_classes(folder: Path, wanted: Wanted) -> Part:
     examples = Examples([], [], [])
     present: set[str | None] = set()
     for class_folder in classes:
-        files = _media_files(class_folder, kinds)
+        files = _list_media(class_folder, kinds)
         if not files:
             expected = ", ".join(extension for kind in kinds for extension in MEDIA[kind])
             raise InputError(f"{class_folder}: expected files {expected}, found none")
@@ -247,10 +247,10 @@ def _read_hub(source: str, wanted: Wanted) -> dict[str, Part]:
                 raise
             return datasets.load_dataset(*name.split("/"))  # "glue/sst2" is a configuration, not a user's
 
-    return _from_datasets(source, loaded(load, f"{source}: neither a file or folder nor a data set to load"), wanted)
+    return _read_splits(source, loaded(load, f"{source}: neither a file or folder nor a data set to load"), wanted)
 
 
-def _from_datasets(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
+def _read_splits(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
     splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     if len(splits) == 1:
         splits = {"train": next(iter(splits.values()))}
@@ -259,7 +259,7 @@ def _from_datasets(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]
         split = next((name for name in aliases if name in splits), None)
         if split is None:
             continue
-        table = _dataset_table(f"{source}:{split}", splits[split])
+        table = _make_table(f"{source}:{split}", splits[split])
         withheld = all(value is None for value in table.columns[find_label_column(table, wanted)])
         if part == "train" or not withheld:  # benchmarks publish tests without their labels
             parts[part] = table_examples(table, wanted)
@@ -268,7 +268,7 @@ def _from_datasets(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]
     return parts
 
 
-def _dataset_table(place: str, dataset: Any) -> Table:
+def _make_table(place: str, dataset: Any) -> Table:
     """A split with its class numbers turned into names."""
     datasets = package("datasets", "a Hugging Face data set")
     if not len(dataset):
@@ -284,14 +284,14 @@ def _dataset_table(place: str, dataset: Any) -> Table:
             if not all(isinstance(name, str) for name in inner.names):
                 raise InputError(f"{place}: {column}: expected names of classes, found {listed(inner.names)}")
             names[column] = [name.strip() for name in inner.names]
-            columns[column] = [_class_names(value, names[column]) for value in columns[column]]
+            columns[column] = [_name_classes(value, names[column]) for value in columns[column]]
     return Table(place, columns, [f"{place}:{row + 1}" for row in range(len(dataset))], media=media, names=names)
 
 
-def _class_names(value: Any, names: list[str]) -> Any:
+def _name_classes(value: Any, names: list[str]) -> Any:
     """The name of a class number, None for none (-1); of a list, of each."""
     if isinstance(value, list):
-        return [_class_names(one, names) for one in value]
+        return [_name_classes(one, names) for one in value]
     return names[value] if value is not None and 0 <= value < len(names) else None
 
 
@@ -313,7 +313,7 @@ def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> 
         extra = set(largest[: count - sum(whole for whole, _ in quota.values())])
         chosen = {row for label, rows in by_class.items() for row in rows[: quota[label][0] + (label in extra)]}
     else:
-        chosen = _spare_rows(train, order, min(count, len(order) - 1), keep_labels)
+        chosen = _draw_rows(train, order, min(count, len(order) - 1), keep_labels)
     if not chosen:
         raise InputError(
             f"{train.where[0]}: too few rows ({len(order)}) to hold any out for validation; "
@@ -326,7 +326,7 @@ def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> 
     return pick([row for row in range(len(order)) if row not in chosen]), pick(sorted(chosen))
 
 
-def _spare_rows(train: Examples, order: list[int], count: int, keep_labels: bool) -> set[int]:
+def _draw_rows(train: Examples, order: list[int], count: int, keep_labels: bool) -> set[int]:
     """The first `count` rows of `order`; with `keep_labels`, of those whose labels training has elsewhere too."""
     if not keep_labels:
         return set(order[:count])

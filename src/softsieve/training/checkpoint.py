@@ -108,7 +108,7 @@ def check_same(path: Path, name: str, saved: Mapping[str, Tensor], expected: Map
             raise InputError(f"{path}: not a {name} of this model: {key} is {shape}, expected {wanted}")
 
 
-def _no_rows() -> Tensor:
+def _empty_rows() -> Tensor:
     return torch.empty(0, dtype=torch.long)
 
 
@@ -129,11 +129,11 @@ class RunState:
     evaluation_seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)  # the evaluation of the best weights
     best_weights: dict[str, Tensor] = field(default_factory=dict)
-    queue: Tensor = field(default_factory=_no_rows)  # rows of the plan before `position` that wait for a batch
+    queue: Tensor = field(default_factory=_empty_rows)  # rows of the plan before `position` that wait for a batch
     pending: list[Tensor] = field(default_factory=list)  # rows trained since the sampler was told of any
 
     def pending_rows(self) -> Tensor:
-        return torch.cat([*self.pending, _no_rows()])
+        return torch.cat([*self.pending, _empty_rows()])
 
     @classmethod
     def from_checkpoint(
@@ -152,7 +152,7 @@ class RunState:
             raise TypeError(f"best: expected numbers, found {shown(state['best'])}")
         waiting = {name: files["queue"][name] for name in ("queue", "unreported")}
         for name, value in waiting.items():
-            _checks.saved(name, value, _no_rows(), high=rows - 1, sized=False)
+            _checks.saved(name, value, _empty_rows(), high=rows - 1, sized=False)
         numbers = {name: state[name] for name in NUMBERS}
         queue, pending = waiting.values()
         return cls(**numbers, best=state["best"], best_weights=files.get("best", {}), queue=queue, pending=[pending])

@@ -36,9 +36,9 @@ class Evaluator:
 
     def __init__(self, replica: Replica, judge: Judge, batch_size: int, *, keep: tuple[Rows, ...]) -> None:
         self.replica, self.judge, self.batch_size = replica, judge, batch_size
-        self._kept = {id(rows): self._forward_pass(rows) for rows in keep}
+        self._kept = {id(rows): self._make_forward_pass(rows) for rows in keep}
 
-    def _forward_pass(self, rows: Rows) -> ForwardPass:
+    def _make_forward_pass(self, rows: Rows) -> ForwardPass:
         """Forward pass over some rows; every call has the same number of them."""
         replica = self.replica
 
@@ -51,7 +51,7 @@ class Evaluator:
 
     def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Answers of the rows ``index``, in their order, their losses, and whether each is solved."""
-        replica, forward = self.replica, self._kept.get(id(rows)) or self._forward_pass(rows)
+        replica, forward = self.replica, self._kept.get(id(rows)) or self._make_forward_pass(rows)
         size = self.batch_size * replica.ranks
         parts = []
         with replica.in_eval_mode():

@@ -49,7 +49,7 @@ class InfoBatchSampler:
     def update(self, indices: Tensor, loss: Tensor) -> None:
         """Note the ``loss`` of the rows ``indices``."""
         index = _checks.row_numbers("indices", indices, self.num_samples)
-        self.loss[index] = _checks.of_rows("loss", loss, indices).float()
+        self.loss[index] = _checks.row_values("loss", loss, indices).float()
 
     def next_epoch(self) -> Tensor:
         """Begin an epoch: the rows to visit, in order; ``weights`` then holds what each counts."""

@@ -138,7 +138,7 @@ class Trainer:
         stop = False
         try:
             while state.epoch < s.epochs and not stop:
-                stop = self._epoch(journal, started)
+                stop = self._run_epoch(journal, started)
             self.results.figures(state.step)
             if self.validation is None:
                 state.best_weights = self.weights()
@@ -156,7 +156,7 @@ class Trainer:
         counts = state.best, state.best_step, state.step, state.trained, state.screened
         return Result(*counts, solved, state.seconds, state.evaluation_seconds, journal.lines)
 
-    def _epoch(self, journal: Journal, started: float) -> bool:
+    def _run_epoch(self, journal: Journal, started: float) -> bool:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""
         s, state, ranks = self.settings, self.state, self.replica.ranks
         if not state.in_epoch:

@@ -38,9 +38,9 @@ class Replica:
         # State with whole tensors, which only the main process gets of a sharded model.
         self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
         self.objective = objective
-        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, settings))
+        self.model, self.optimizer = self.accelerator.prepare(model, self._make_optimizer(model, settings))
 
-    def _adamw(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    def _make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
         """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         groups = [

@@ -72,7 +72,7 @@ def train(
     result = trainer.fit(resume)
     test, decided = ({}, None) if splits.test is None else trainer.evaluate(splits.test)
     weights = trainer.weights()
-    logits = None if output is None else _some_logits(trainer, task, splits)
+    logits = None if output is None else _collect_logits(trainer, task, splits)
     if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
 
@@ -98,7 +98,7 @@ def train(
     return Run(result, test, decided, trainer.replica.accelerator.unwrap_model(trainer.model))
 
 
-def _some_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
+def _collect_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
     """Logits and targets of some held-out rows with one label each, spread over the part they are of, and its name."""
     part = "validation" if splits.validation is not None else "test"
     rows = splits.validation if splits.validation is not None else splits.test

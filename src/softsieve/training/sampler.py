@@ -111,7 +111,7 @@ class SolvedSampler(Sampler[int]):
     def update(self, indices: Tensor, solved: Tensor) -> None:
         """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
         index = _checks.row_numbers("indices", indices, self.num_samples).flatten()
-        flags = _checks.of_rows("solved", solved, indices).flatten().bool()
+        flags = _checks.row_values("solved", solved, indices).flatten().bool()
         first = self._seen[index] == 0  # a second pass in one epoch says nothing about relapse
         streak, failed = self.streak[index[first]].long(), (~flags[first]).double()
         # Old passes fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
