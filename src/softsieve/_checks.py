@@ -203,9 +203,6 @@ def _same_device(name: str, value: Tensor, like: Tensor, what: str = "the weight
         raise ValueError(f"{name}: expected device {like.device}, where {what}, found {value.device}")
 
 
-# -- linear layers with a loss -----------------------------------------------------------------------------------------
-
-
 def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuse what does not make logits: states (..., d), a weight (classes, d) like them, and a bias (classes,)."""
     _floats("hidden", hidden, "(..., d)")
@@ -248,9 +245,6 @@ def margins(delta: object, target: Tensor) -> Tensor:
     if delta.is_cpu and not torch.compiler.is_compiling() and not bool(((delta >= 0) & (delta <= 1)).all()):
         raise ValueError("delta: expected numbers in [0, 1]")
     return delta.reshape(-1)
-
-
-# -- linear heads ------------------------------------------------------------------------------------------------------
 
 
 def saved(name: str, value: object, like: Tensor, *, high: float, sized: bool = True) -> None:

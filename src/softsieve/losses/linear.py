@@ -21,13 +21,10 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 class LinearASStats(NamedTuple):
     """What `linear_as_cross_entropy` knows of every row after the forward pass, at no extra cost. Detached.
 
-    The first four are those of `ASStats`; all are 0 in a row whose label is ignored.
+    All are 0 in a row whose label is ignored.
 
     Attributes:
-        solved: bool, shape of the target. Only the target is kept: loss and gradient are exactly 0.
-        kept: int64, shape of the target. How many classes are kept, the target among them.
-        dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
-        lse: float32 (float64 for float64), shape of the target. Log-sum-exp over *all* classes.
+        solved, kept, dense, lse: those of `ASStats`.
         right: bool, shape of the target. No class has a larger logit than the target: its mean is the accuracy.
 
     Example:
