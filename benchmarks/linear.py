@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import peak_bytes, times
+from softsieve import reference
 from softsieve.losses import linear_as_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -125,23 +126,15 @@ def make_layer(
 def _exact_gradients(
     hidden: Tensor, weight: Tensor, target: Tensor, delta: float, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of AS cross-entropy in float64, of some hidden states and some rows of the weight; delta 1 is cross-entropy."""
-    exact, to_hidden, to_weight = weight.double(), [], weight.new_zeros(len(columns), weight.shape[1]).double()
-    chosen = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-    chosen[rows] = True
-    for start in range(0, len(hidden), 256):
-        some = slice(start, start + 256)
-        h, t = hidden[some].double(), target[some, None]
-        logits = h @ exact.t()
-        p = logits.softmax(-1)
-        keep = p.gather(1, t) - p <= delta
-        q = logits.masked_fill_(~keep, -float("inf")).softmax(-1)
-        q.scatter_add_(1, t, -torch.ones_like(t, dtype=q.dtype)).div_(len(hidden))
-        q[keep.sum(-1) == 1] = 0
-        to_weight += q[:, columns].t() @ h
-        if chosen[some].any():
-            to_hidden.append(q[chosen[some]] @ exact)
-    return torch.cat(to_hidden), to_weight
+    """Of the reference in float64, of some hidden states and some rows of the weight; delta 1 is cross-entropy."""
+    states, exact = hidden.detach().double(), weight.detach().double().requires_grad_()
+    to_hidden = torch.empty_like(states)
+    for some in torch.split(torch.arange(len(states), device=states.device), 256):
+        own = states[some].requires_grad_()
+        loss = reference.linear_as_cross_entropy(own, exact, target[some], delta=delta, reduction="sum")
+        (loss / len(states)).backward()  # type: ignore[no-untyped-call]
+        to_hidden[some] = own.grad  # type: ignore[assignment]
+    return to_hidden[rows], exact.grad[columns]  # type: ignore[index]
 
 
 def measure(
@@ -195,8 +188,7 @@ def measure(
     columns = torch.cat([torch.unique(target[some])[:256], shuffle(classes)[:256]])
     exact: dict[float, tuple[Tensor, Tensor]] = {}
     if check:
-        with torch.no_grad():
-            exact = {margin: _exact_gradients(hidden, weight, target, margin, some, columns) for margin in (delta, 1.0)}
+        exact = {margin: _exact_gradients(hidden, weight, target, margin, some, columns) for margin in (delta, 1.0)}
     results = []
     fastest = (
         min(ms for method, (_, ms, _) in zip(everything, timed, strict=True) if method in methods) if methods else 0

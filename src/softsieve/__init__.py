@@ -21,19 +21,8 @@ from softsieve.losses import (
 from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
-    "ASCrossEntropyLoss",
-    "ASMultiLabelLoss",
-    "ASSpeed",
-    "ASStats",
-    "AdaptiveSoftmax",
-    "DeltaSchedule",
-    "LinearASCrossEntropyLoss",
-    "LinearASStats",
-    "SolvedSampler",
-    "TopK",
-    "as_cross_entropy",
-    "as_keep_mask",
-    "as_multilabel_loss",
-    "linear_as_cross_entropy",
-]
+    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "AdaptiveSoftmax", "DeltaSchedule",
+    "LinearASCrossEntropyLoss", "LinearASStats", "SolvedSampler", "TopK", "as_cross_entropy", "as_keep_mask",
+    "as_multilabel_loss", "linear_as_cross_entropy",
+]  # fmt: skip
 __version__ = "0.2.0"

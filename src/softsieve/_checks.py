@@ -28,26 +28,26 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
         raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
     if isinstance(value, int | Fraction) and not -(10**308) <= value <= 10**308:  # an int may be larger than any float
         raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found one beyond 1e308")
-    found = float(value)
-    if not low <= found <= high:  # also refuses NaN
-        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found {found:g}")
-    return found
+    real = float(value)
+    if not low <= real <= high:  # also refuses NaN
+        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}], found {real:g}")
+    return real
 
 
 def open_unit(name: str, value: object) -> float:
     """``value`` as a float, refused unless it is a number strictly between 0 and 1."""
-    found = number(name, value)
-    if not 0 < found < 1:
-        raise ValueError(f"{name}: expected a number between 0 and 1, both excluded, found {found:g}")
-    return found
+    real = number(name, value)
+    if not 0 < real < 1:
+        raise ValueError(f"{name}: expected a number between 0 and 1, both excluded, found {real:g}")
+    return real
 
 
 def positive(name: str, value: object) -> float:
     """``value`` as a float, refused unless it is a finite number above 0."""
-    found = number(name, value)
-    if not 0 < found < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, found {found:g}")
-    return found
+    real = number(name, value)
+    if not 0 < real < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, found {real:g}")
+    return real
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -71,10 +71,9 @@ def path(name: str, value: object) -> Path:
     """``value`` as a path, refused unless it could be the one of a file."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise TypeError(f"{name}: expected a path, found {type(value).__name__}")
-    found = Path(value)
-    if "\0" in str(found) or any(len(os.fsencode(part)) > 255 for part in found.parts):
-        raise ValueError(f"{name}: expected a path that a file can have, found {str(found)[:80]!r}")
-    return found
+    if "\0" in str(value) or any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
+        raise ValueError(f"{name}: expected a path that a file can have, found {str(value)[:80]!r}")
+    return Path(value)
 
 
 def state(value: object, names: Iterable[str]) -> None:
@@ -92,10 +91,19 @@ def row_numbers(name: str, value: object, count: int) -> Tensor:
     if rows.dtype not in _INTEGER:
         raise TypeError(f"{name}: expected integers, found {rows.dtype}")
     in_memory(name, rows)
-    found = rows.detach().cpu().long()
-    if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < count):
-        raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(found.min())} to {int(found.max())}")
-    return found
+    rows = rows.detach().cpu().long()
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < count):
+        raise ValueError(f"{name}: expected rows in [0, {count - 1}], found {int(rows.min())} to {int(rows.max())}")
+    return rows
+
+
+def row_values(name: str, value: object, indices: Tensor) -> Tensor:
+    """``value`` on the CPU, refused unless it is a tensor with one number for each of the ``indices``."""
+    numbers = tensor(name, value)
+    in_memory(name, numbers)
+    if indices.shape != numbers.shape:
+        raise ValueError(f"{name}: expected shape {tuple(indices.shape)}, found {tuple(numbers.shape)}")
+    return numbers.detach().cpu()
 
 
 def generator(value: torch.Generator | None, device: torch.device | None = None) -> None:
@@ -124,11 +132,7 @@ def tensor(name: str, value: object) -> Tensor:
 
 def logits(value: Tensor) -> None:
     """Refuse what is not a non-empty floating-point tensor (..., classes)."""
-    tensor("logits", value)
-    if value.dtype not in _FLOATING:
-        raise TypeError(f"logits: expected a floating-point dtype, found {value.dtype}")
-    if value.ndim == 0 or value.numel() == 0:
-        raise ValueError(f"logits: expected a non-empty tensor (..., classes), found shape {tuple(value.shape)}")
+    _floats("logits", value, "(..., classes)", least=1)
 
 
 def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str = "logits") -> None:
@@ -143,7 +147,7 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str =
         raise ValueError(
             f"target: expected shape {tuple(shape)} for {name} of shape {tuple(like.shape)}, found {tuple(value.shape)}"
         )
-    same_device("target", value, like, name)
+    _same_device("target", value, like, f"the {name} are")
 
 
 def class_last(logits: Tensor) -> None:
@@ -173,22 +177,30 @@ def weight(value: Tensor | None, like: Tensor, *, name: str = "weight", sized: b
     """Refuse class weights other than one floating-point number a class; how many is for others to say if not sized."""
     if value is None:
         return
+    _floats(name, value, None)
+    if sized and value.shape != like.shape[-1:]:
+        raise ValueError(f"{name}: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
+    _constant(name, value)
+    _same_device(name, value, like, "the logits are")
+
+
+def _floats(name: str, value: Tensor, shape: str | None, *, least: int = 0) -> None:
+    """Refuse what is not a floating-point tensor; with a ``shape`` also an empty one, or one of fewer dimensions."""
     tensor(name, value)
     if value.dtype not in _FLOATING:
         raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
-    if sized and value.shape != like.shape[-1:]:
-        raise ValueError(f"{name}: expected shape ({like.shape[-1]},), one a class, found {tuple(value.shape)}")
+    if shape is not None and (value.ndim < least or value.numel() == 0):
+        raise ValueError(f"{name}: expected a non-empty tensor {shape}, found shape {tuple(value.shape)}")
+
+
+def _constant(name: str, value: Tensor) -> None:
     if value.requires_grad:
         raise ValueError(f"{name}: expected constants, found a tensor that requires a gradient")
-    same_device(name, value, like)
 
 
-def same_device(name: str, value: Tensor, like: Tensor, what: str = "logits") -> None:
+def _same_device(name: str, value: Tensor, like: Tensor, what: str = "the weight is") -> None:
     if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, where the {what} are, found {value.device}")
-
-
-# -- linear layers with a loss -----------------------------------------------------------------------------------------
+        raise ValueError(f"{name}: expected device {like.device}, where {what}, found {value.device}")
 
 
 def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -208,64 +220,50 @@ def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise TypeError(f"weight: expected {hidden.dtype}, as the states are, found {weight.dtype}")
-    _beside_weight("hidden", hidden, weight)
+    _same_device("hidden", hidden, weight)
     if bias is not None:
-        _floats("bias", bias, "(classes,)")
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected shape ({len(weight)},), one a class, found {tuple(bias.shape)}")
-        _beside_weight("bias", bias, weight)
+        _one_each("bias", bias, weight, "class")
 
 
 def each_row(name: str, value: Tensor, target: Tensor) -> None:
     """Refuse what is not a constant floating-point number for each label."""
-    _floats(name, value, "of the shape of the target")
+    _floats(name, value, None)
     if value.shape != target.shape:
         raise ValueError(f"{name}: expected shape {tuple(target.shape)}, one a row, found {tuple(value.shape)}")
-    if value.device != target.device:
-        raise ValueError(f"{name}: expected device {target.device}, where the target is, found {value.device}")
-    if value.requires_grad:
-        raise ValueError(f"{name}: expected constants, found a tensor that requires a gradient")
+    _same_device(name, value, target, "the target is")
+    _constant(name, value)
 
 
 def margins(delta: object, target: Tensor) -> Tensor:
-    """Delta as a tensor () or (rows,), refused unless in [0, 1]; numbers on a GPU are not looked at."""
+    """Delta as a tensor () or (rows,), refused unless in [0, 1]; numbers on a GPU are not read."""
     if not isinstance(delta, Tensor):
-        found = number("delta", delta, 0, 1)
+        margin = number("delta", delta, 0, 1)
         if torch.compiler.is_compiling():  # written so, it is compiled once for any delta
-            return torch.ones((), dtype=torch.float64, device=target.device) * found
-        return torch.full((), found, dtype=torch.float64, device=target.device)
+            return torch.ones((), dtype=torch.float64, device=target.device) * margin
+        return torch.full((), margin, dtype=torch.float64, device=target.device)
     each_row("delta", delta, target)
     if delta.is_cpu and not torch.compiler.is_compiling() and not bool(((delta >= 0) & (delta <= 1)).all()):
         raise ValueError("delta: expected numbers in [0, 1]")
     return delta.reshape(-1)
 
 
-# -- linear heads ------------------------------------------------------------------------------------------------------
-
-
-def _floats(name: str, value: Tensor, shape: str) -> None:
-    tensor(name, value)
-    if value.dtype not in _FLOATING:
-        raise TypeError(f"{name}: expected a floating-point dtype, found {value.dtype}")
-    if value.numel() == 0:
-        raise ValueError(f"{name}: expected a non-empty tensor {shape}, found shape {tuple(value.shape)}")
-
-
 def saved(name: str, value: object, like: Tensor, *, high: float, sized: bool = True) -> None:
     """Refuse a tensor of a file that is not like the one it is to replace, or has numbers outside [0, high]."""
-    found = tensor(name, value)
-    if found.dtype != like.dtype or found.ndim != like.ndim or (sized and found.shape != like.shape):
+    numbers = tensor(name, value)
+    if numbers.dtype != like.dtype or numbers.ndim != like.ndim or (sized and numbers.shape != like.shape):
         raise ValueError(
             f"{name}: expected {like.dtype} of shape {tuple(like.shape) if sized else '(N,)'}, "
-            f"found {found.dtype} of shape {tuple(found.shape)}"
+            f"found {numbers.dtype} of shape {tuple(numbers.shape)}"
         )
-    if not bool(((found >= 0) & (found <= high)).all()):  # also refuses NaN
+    if not bool(((numbers >= 0) & (numbers <= high)).all()):  # also refuses NaN
         raise ValueError(f"{name}: expected numbers in [0, {high:g}]")
 
 
-def _beside_weight(name: str, value: Tensor, weight: Tensor) -> None:
-    if value.device != weight.device:
-        raise ValueError(f"{name}: expected device {weight.device}, where the weight is, found {value.device}")
+def _one_each(name: str, value: Tensor, weight: Tensor, what: str) -> None:
+    _floats(name, value, "(n,)")
+    if value.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: expected shape ({len(weight)},), one a {what}, found {tuple(value.shape)}")
+    _same_device(name, value, weight)
 
 
 def finite(name: str, value: Tensor) -> None:
@@ -286,18 +284,15 @@ def matrix(name: str, value: Tensor) -> None:
 
 def vector(name: str, value: Tensor, weight: Tensor) -> None:
     """Refuse what is not a finite number for each row of the weight."""
-    _floats(name, value, "(n,)")
-    if value.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: expected shape ({len(weight)},), one a row, found {tuple(value.shape)}")
-    _beside_weight(name, value, weight)
+    _one_each(name, value, weight, "row")
     finite(name, value)
 
 
 def queries(name: str, value: Tensor, weight: Tensor, *, look: bool = True) -> None:
-    """Refuse what are not queries (..., d) for the weight, finite ones if they are looked at."""
+    """Refuse what are not queries (..., d) for the weight, finite ones if ``look`` says to read them."""
     _floats(name, value, "(..., d)")
     if value.ndim == 0 or value.shape[-1] != weight.shape[1]:
         raise ValueError(f"{name}: expected shape (..., {weight.shape[1]}), found {tuple(value.shape)}")
-    _beside_weight(name, value, weight)
+    _same_device(name, value, weight)
     if look:
         finite(name, value)

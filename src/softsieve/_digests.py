@@ -2,7 +2,7 @@
 
 CRC-32: it finds every error within 32 bits and all but one in four billion of the others, and takes less time than
 reading the file. That is for accidents. Who changes a file on purpose can change the number, too; so shapes and ranges
-are looked at all the same, and nothing in a file is executed.
+are checked all the same, and nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ def noted(values: Mapping[str, Tensor | str]) -> dict[str, str]:
 
 
 def check(path: Path, metadata: Mapping[str, str] | None, values: Mapping[str, Tensor | str]) -> None:
-    """Refuse tensors of a file that are not what was noted, if anything was.
-
-    Raises:
-        InputError: naming the file and the tensor.
-    """
+    """Refuse tensors of a file that are not what was noted, if anything was."""
     if metadata is None or KEY not in metadata:
         return
     try:

@@ -27,6 +27,8 @@ _OLD = "old"  # what was in the place of a folder, for the moment that it takes 
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of ``path`` when all went well, and is gone when not.
 
+    An `OSError`, on a full disk for instance, names ``path``; what was there before is as it was.
+
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
@@ -35,33 +37,22 @@ def replacing(path: Path) -> Iterator[Path]:
         ...     [path.name for path in Path(folder).iterdir()]
         ['a.txt']
     """
-    with _room(path) as room:
-        part = room / path.name
-        yield part
-        _flush(part)
-        part.replace(path)
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside its place and moved there when complete.
-
-    Raises:
-        OSError: naming the file, when the disk is full for instance; what was there before is as it was.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     replace_file(Path(folder, "a.txt"), lambda part: part.write_text("whole"))
-        ...     Path(folder, "a.txt").read_text()
-        'whole'
-    """
     try:
-        with replacing(path) as part:
-            write(part)
+        with _room(path) as room:
+            part = room / path.name
+            yield part
+            _flush(part)
+            part.replace(path)
     except OSError as error:
         if error.errno is not None:  # a write that fails does not say where
             error.filename = str(path)
         raise
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place and moved there when complete: `replacing` for a function that writes."""
+    with replacing(path) as part:
+        write(part)
 
 
 @contextmanager
@@ -89,8 +80,7 @@ def sweep(folder: Path, names: str) -> None:
     if not folder.is_dir():
         return
     pattern = re.compile(rf"\.({names})\.\d+(-\d+)?")
-    for room in list(folder.iterdir()):
-        match = pattern.fullmatch(room.name)
+    for room, match in [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]:
         if match is None:
             continue
         with suppress(OSError), _locked_room(room) as state:
@@ -105,9 +95,6 @@ def only_one(folder: Path, what: str) -> Iterator[None]:
     """Refuse to work in a folder, which is made if it is not there, while another process does.
 
     Where nothing can be locked, as on some network drives, nothing is refused.
-
-    Raises:
-        InputError: when another process is at ``what`` there, or the folder cannot be made.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -143,17 +130,10 @@ def only_one(folder: Path, what: str) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place that cannot be written to, before hours are spent on what would go there.
-
-    Raises:
-        InputError: when the nearest folder above ``path`` is none, or not one to write in.
-    """
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    """Refuse a path whose nearest folder cannot be written to, before hours are spent on what would go there."""
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise InputError(f"{path}: cannot be written to")
-
-
-# -- rooms -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -206,19 +186,13 @@ def _locked(folder: Path) -> Iterator[str]:
         lock.release()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove(room: Path) -> None:
+    shutil.rmtree(room, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
     with path.open("rb") as opened:
         os.fsync(opened.fileno())
-
-
-# -- moving folders ----------------------------------------------------------------------------------------------------
 
 
 def _put(part: Path, folder: Path) -> None:
@@ -242,10 +216,6 @@ def _put(part: Path, folder: Path) -> None:
 
 def _exchanged(one: Path, other: Path) -> bool:
     """Swap two folders in one go; False where the system or the drive cannot."""
-    if sys.platform != "linux":
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

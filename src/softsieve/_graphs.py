@@ -19,7 +19,7 @@ class Graphed:
 
     Args:
         function: called with keyword tensors; all it changes must be tensors that stay where they are, and it may not
-            look at their values from Python.
+            read their values from Python.
         warmup: calls before recording, at least 1: lazily made state, such as an optimizer's, must not be made by a
             graph.
         limit: the most graphs; further shapes run without.
@@ -35,7 +35,7 @@ class Graphed:
         if key not in self.graphs:
             self.calls[key] = self.calls.get(key, 0) + 1
             if self.calls[key] <= self.warmup or len(self.graphs) == self.limit:
-                return self._beside(inputs)
+                return self._run_beside(inputs)
             self.graphs[key] = self._record(inputs)
         graph, static, outputs = self.graphs[key]
         for name, value in inputs.items():
@@ -43,7 +43,7 @@ class Graphed:
         graph.replay()
         return outputs
 
-    def _beside(self, inputs: dict[str, Tensor]) -> Outputs:
+    def _run_beside(self, inputs: dict[str, Tensor]) -> Outputs:
         """Run on a stream of its own, as torch asks of whatever is recorded later."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -20,8 +20,7 @@ _DAMAGED = (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueEr
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file to read tensors and metadata from: what `safe_open`, which has no types, opens.
 
-    Raises:
-        InputError: when the file cannot be read, here or in the block; naming the file.
+    An `InputError` names the file when it cannot be read, here or in the block.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -33,10 +32,6 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a file by name, and its metadata.
-
-    Raises:
-        InputError: when the file cannot be read.
-    """
+    """All tensors of a file by name, and its metadata."""
     with opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -23,7 +23,7 @@ from softsieve.integrations.generation import (
     own_states,
     prompt_tokens,
     text_states,
-    timed,
+    watched,
     write,
 )
 from softsieve.integrations.hidden_states import inputs_of
@@ -149,7 +149,7 @@ def test_only_new_tokens_are_timed_and_nothing_else_than_the_head() -> None:
 
 def test_hooks_are_gone_after_an_error() -> None:
     layer = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="stop"), timed(layer):
+    with pytest.raises(RuntimeError, match="stop"), watched(layer):
         raise RuntimeError("stop")
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks

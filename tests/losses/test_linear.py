@@ -406,7 +406,7 @@ def test_the_label_is_kept_also_where_backward_rounds_its_logit_down(backend: st
     lse, above = products[:, 1:].logsumexp(-1), torch.nextafter(products[:, 1], products[:, 2])
     zero, one = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.ones(1, device=DEVICE)
     saved = Saved(above, zero + 2, lse, torch.zeros_like(lse), *[one] * 7)
-    kernel.backend_of(backend).differentiate(Chunk(products, None, 0.0, 0), zero, zero + 1, one, saved)
+    kernel.load_backend(backend).differentiate(Chunk(products, None, 0.0, 0), zero, zero + 1, one, saved)
     torch.testing.assert_close(products, torch.tensor([[0, q[0] - 1, q[1]]], device=DEVICE))
 
 
@@ -591,7 +591,7 @@ def test_only_wanted_gradients_are_made(
     leaves = (hidden, weight, bias)
     for leaf, want in zip(leaves, wanted, strict=True):
         leaf.requires_grad_(bool(want))
-    combined = spy(monkeypatch, kernel.backend_of(backend), "combine")
+    combined = spy(monkeypatch, kernel.load_backend(backend), "combine")
     monkeypatch.setattr(kernel, "ROWS", 1 << 30)  # one group of rows
     monkeypatch.setattr(kernel, "WORK", 0)  # chunks of 128 classes
     loss, stats = linear_as_cross_entropy(hidden, weight, target, bias=bias, backend=backend, return_stats=True)
@@ -614,7 +614,7 @@ def test_only_wanted_gradients_are_made(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_solved_rows_are_no_part_of_the_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kinds = rows_of_all_kinds()
-    calls = spy(monkeypatch, kernel.backend_of(backend), "differentiate")
+    calls = spy(monkeypatch, kernel.load_backend(backend), "differentiate")
     hidden, weight, _, target = case.arguments(torch.float32)
     linear_as_cross_entropy(hidden, weight, target, delta=DELTA, backend=backend).backward()  # type: ignore[no-untyped-call]
     by_products = (*WIDE, "dense") if backend == "triton" else [kind for kind in kinds if kind != "solved"]
@@ -770,7 +770,7 @@ def test_the_default_dtype_changes_nothing(backend: str, default: torch.dtype) -
 
 
 def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = spy(monkeypatch, kernel, "backend_of")
+    used = spy(monkeypatch, kernel, "load_backend")
     hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
     linear_as_cross_entropy(hidden, weight, target)
     assert set(used) == {("torch",)}

@@ -172,7 +172,7 @@ def checkpoint(folder: Path) -> Prepared:
     def read(path: Path) -> Any:
         restore_run(made, place)
         before = made.state.step, made.state.epoch, {name: float(value.sum()) for name, value in made.weights().items()}
-        made.report()
+        made.update_sampler()
         made._fill_queue(8)
         if len(made.state.queue):
             made._take_step(made.state.queue[:8], 1)

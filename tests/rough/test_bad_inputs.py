@@ -34,8 +34,8 @@ from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from softsieve.losses import make_objective
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.read import read_data, read_inputs
+from softsieve.tasks.rows import Rows
 from softsieve.training import InfoBatchSampler
-from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 
 N, D, ROWS = 40, 8, 6  # classes, features, rows
@@ -45,7 +45,7 @@ DOCUMENTED = (
     "softsieve.heads",
     "softsieve.training",
     "softsieve.training.settings",
-    "softsieve.training.rows",
+    "softsieve.tasks.rows",
     "softsieve.integrations.transformers",
     "softsieve.integrations.lightning",
     "softsieve.integrations.distributed",

@@ -81,7 +81,7 @@ def test_texts_become_what_the_tokenizer_says(pretrained: Path) -> None:
 def test_max_length_is_kept_to_what_the_model_can_take(pretrained: Path) -> None:
     long = Examples(["the cat " * 40], [], ["1"])
     for max_length, expected in ((10, 10), (999, 22)):
-        encoder = PretrainedEncoder.named(str(pretrained), max_length=max_length, per_word=False)
+        encoder = PretrainedEncoder.load(str(pretrained), max_length=max_length, per_word=False)
         assert encoder.max_length == expected
         assert encoder.encode(long).inputs["input_ids"].shape == (1, expected)
 

@@ -117,7 +117,7 @@ def test_images_move_only_in_training() -> None:
     pixels = torch.randint(256, (64, 3, 16, 16), dtype=torch.uint8)
     body.eval()
     torch.testing.assert_close(body(pixels=pixels), body(pixels=pixels), atol=0, rtol=0)
-    moved = body._moved(pixels)
+    moved = body._move(pixels)
     assert moved.shape == pixels.shape
     assert (moved != pixels).flatten(1).any(1).float().mean() > 0.9
 
@@ -126,7 +126,7 @@ def test_moved_images_are_shifts_of_the_images_and_their_mirror_images() -> None
     pixels = torch.randint(256, (200, 3, 16, 16), dtype=torch.uint8)
     for mirror in (False, True):
         mirrored = 0
-        for image, moved in zip(pixels, ImageBody(16, mirror)._moved(pixels), strict=True):
+        for image, moved in zip(pixels, ImageBody(16, mirror)._move(pixels), strict=True):
             inside = moved[:, 2:14, 2:14]  # no edge in it: at most two places of 16 are repeated
             shifts = [(y, x) for y in range(5) for x in range(5)]
             same = [(image[:, y : y + 12, x : x + 12] == inside).all() for y, x in shifts]
@@ -140,7 +140,7 @@ def test_a_higher_tone_is_further_up_the_spectrogram() -> None:
     body = AudioBody()
     time = torch.arange(2000) / 8000
     tones = torch.stack([(2 * torch.pi * f * time).sin() for f in (300.0, 1000.0, 3000.0)])
-    mel = body._log_mel((tones * 32767).short())[:, 0].mean(2)
+    mel = body._compute_log_mel((tones * 32767).short())[:, 0].mean(2)
     loudest = mel.argmax(1)
     centres = mel_filters(40, 256, 8000).argmax(1) * 8000 / 256
     torch.testing.assert_close(centres[loudest], torch.tensor([300.0, 1000, 3000]), atol=100, rtol=0)
@@ -157,8 +157,8 @@ def test_the_spectrogram_keeps_full_precision_under_autocast() -> None:
     body = AudioBody()
     samples = torch.randint(-9999, 9999, (2, 2000), dtype=torch.int16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = body._log_mel(samples)
-    torch.testing.assert_close(found, body._log_mel(samples), atol=0, rtol=0)
+        found = body._compute_log_mel(samples)
+    torch.testing.assert_close(found, body._compute_log_mel(samples), atol=0, rtol=0)
 
 
 def test_spectrogram_settings_are_not_weights() -> None:

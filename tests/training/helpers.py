@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softsieve.tasks.rows import Rows
 from softsieve.training.loop import Trainer
-from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 
 FEATURES, CLASSES = 6, 4

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from softsieve.training import SolvedSampler
 from softsieve.training.loop import Trainer
-from softsieve.training.sampler import LEVELS
+from softsieve.training.sampler import LONGEST
 from tests.training.helpers import Net, equal_weights, flags, in_process, points, tokens, trainer
 
 WORLD = 2
@@ -104,7 +104,7 @@ def test_samplers_decide_alike(samplers: list[Found], policy: str) -> None:
         assert torch.equal(first["gathered"], plan)
         assert torch.equal(second["gathered"], plan)
         visited = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, first["plan"], True)
-        streak = torch.where(visited, torch.where(shown(epoch), (streak + 1).clamp(max=LEVELS), 0), streak)
+        streak = torch.where(visited, torch.where(shown(epoch), (streak + 1).clamp(max=LONGEST), 0), streak)
         sizes.append(len(plan))
     assert min(sizes) < 0.9 * ROWS
 

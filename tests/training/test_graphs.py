@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
+from softsieve.tasks.rows import Rows
 from softsieve.training.checkpoint import checkpoints
-from softsieve.training.rows import Rows
 from tests.training.helpers import Net, equal_weights, flags, points, tokens, trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import ASSoftmax
+from softsieve.tasks.rows import Rows
 from softsieve.training import InfoBatchSampler, SolvedSampler
 from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
-from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 from softsieve.training.steps import GraphSteps
 from tests.helpers import default_dtype
@@ -264,7 +264,7 @@ def test_sampler_hears_of_every_row() -> None:
     for skip in ("no", "solved"):
         made = trainer(points(100), epochs=3, skip=skip)
         made.fit()
-        made.report()
+        made.update_sampler()
         assert isinstance(made.sampler, SolvedSampler)
         state = made.sampler.state_dict()
         assert (state["seen"][state["plan"]] > 0).all()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from softsieve import as_cross_entropy
 from softsieve.training import SolvedSampler
-from softsieve.training.sampler import LEVELS
+from softsieve.training.sampler import LONGEST
 from tests.helpers import default_dtype
 from tests.training.helpers import Net, points
 
@@ -51,7 +51,7 @@ def test_plans(solved: list[list[bool]], tolerance: float, recheck: float, seed:
         rows = set(plan.tolist())
         assert len(plan) == len(rows) == len(sampler) > 0
         assert where(~known) <= rows  # what is not solved is always visited
-        for level in range(1, LEVELS + 1):  # and a share of what is, however often
+        for level in range(1, LONGEST + 1):  # and a share of what is, however often
             kind = where(streak == level)
             assert len(rows & kind) >= recheck * len(kind) - 1e-9
         if tolerance == 0 or recheck == 1:
@@ -59,7 +59,7 @@ def test_plans(solved: list[list[bool]], tolerance: float, recheck: float, seed:
         flags = torch.tensor(epoch)
         sampler.update(plan, flags[plan])
         known[plan] = flags[plan]
-        streak[plan] = torch.where(flags[plan], (streak[plan] + 1).clamp(max=LEVELS), 0)
+        streak[plan] = torch.where(flags[plan], (streak[plan] + 1).clamp(max=LONGEST), 0)
     sampler.next_epoch()
     assert torch.equal(sampler.streak.long(), streak)
 
@@ -106,7 +106,7 @@ def test_latest_update_of_an_epoch_wins() -> None:
     sampler.update(rows, torch.tensor([True, True, False, False]))
     risk = sampler.risk.clone()
     sampler.update(rows, torch.tensor([False, False, True, False]))
-    assert torch.equal(sampler.risk, risk)  # a second look of an epoch says nothing about relapse
+    assert torch.equal(sampler.risk, risk)  # a second pass in an epoch says nothing about relapse
     sampler.next_epoch()
     assert sampler.streak.tolist() == [0, 0, 1, 0]
 
@@ -126,10 +126,10 @@ def test_rows_not_looked_at_keep_their_streak() -> None:
 
 def test_risk_is_the_share_of_relapses() -> None:
     sampler = SolvedSampler(100_000, tolerance=0.0)
-    assert sampler.risk.tolist() == [1.0] + [0.5] * LEVELS
+    assert sampler.risk.tolist() == [1.0] + [0.5] * LONGEST
     generator = torch.Generator().manual_seed(1)
     visit(sampler, torch.ones(100_000, dtype=torch.bool))
-    assert float(sampler.risk[0]) < 0.001  # all were solved when first looked at
+    assert float(sampler.risk[0]) < 0.001  # all were solved when first seen
     visit(sampler, torch.rand(100_000, generator=generator) > 0.2)
     assert float(sampler.risk[1]) == pytest.approx(0.2, abs=0.03)
     assert float(sampler.risk[2]) == pytest.approx(float(sampler.risk[1]))  # not known: as one time fewer
@@ -137,15 +137,15 @@ def test_risk_is_the_share_of_relapses() -> None:
 
 def test_risk_follows_a_change() -> None:
     sampler, solved = SolvedSampler(1000, tolerance=0.0), torch.ones(1000, dtype=torch.bool)
-    for _ in range(LEVELS + 2):
+    for _ in range(LONGEST + 2):
         visit(sampler, solved)
-    assert float(sampler.risk[LEVELS]) < 0.02
+    assert float(sampler.risk[LONGEST]) < 0.02
     plan = sampler.next_epoch()
     for rows in torch.split(plan[:250], 10):
         sampler.update(rows, solved[: len(rows)])
     for rows in torch.split(plan[250:500], 10):  # a quarter of the data, and all of it has relapsed
         sampler.update(rows, ~solved[: len(rows)])
-    assert float(sampler.risk[LEVELS]) > 0.9
+    assert float(sampler.risk[LONGEST]) > 0.9
 
 
 def test_worth_screening() -> None:
@@ -202,7 +202,7 @@ def test_relapsed_rows_left_out_stay_within_tolerance(relapse: float, tolerance:
 
 def test_noisy_data_are_visited_and_clean_data_left_out() -> None:
     assert simulate(0.5, 0.01).visited > 0.95
-    assert simulate(0.0, 0.01).visited < 0.12  # little more than what is always looked at again
+    assert simulate(0.0, 0.01).visited < 0.12  # little more than what is always visited again
     assert simulate(0.0, 0.0).visited == 1
     shares = [simulate(relapse, 0.02).visited for relapse in (0.001, 0.01, 0.05, 0.2)]
     assert shares == sorted(shares)
@@ -396,7 +396,7 @@ def test_bad_updates() -> None:
         with pytest.raises(ValueError, match=r"indices: expected rows in \[0, 9\]"):
             sampler.update(torch.tensor([index]), torch.tensor([True]))
     sampler.update(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
-    assert sampler.risk.tolist() == [1.0] + [0.5] * LEVELS
+    assert sampler.risk.tolist() == [1.0] + [0.5] * LONGEST
 
 
 def test_updates_take_flags_of_any_shape_and_dtype() -> None:

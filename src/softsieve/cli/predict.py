@@ -21,8 +21,8 @@ from softsieve.cli.train import metrics_table
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.read import line_inputs, read_inputs
+from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
-from softsieve.training.rows import Rows
 
 INPUT = {"text": "text", "multilabel": "text", "tokens": "words", "image": "file", "audio": "file"}  # column by kind
 

@@ -25,9 +25,9 @@ from softsieve.tasks.examples import Data, Examples, label_names
 from softsieve.tasks.metrics import are_bio, confusion_matrix_png
 from softsieve.tasks.presets import PRESETS, load_preset
 from softsieve.tasks.read import read_data
+from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import checkpoints
-from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 
 if TYPE_CHECKING:  # needs the extra train

@@ -1,4 +1,4 @@
-"""The data set that comes with the package, so that a first look needs no download."""
+"""The data set that comes with the package, so that a first try needs no download."""
 
 from importlib.resources import as_file, files
 

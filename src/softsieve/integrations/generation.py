@@ -33,6 +33,11 @@ class Choice(NamedTuple):
 
 
 GREEDY = Choice()
+Stream = Callable[[int], object]  # called with every token
+
+
+def ignore_token(token: int) -> None:
+    """The `Stream` of who does not watch."""
 
 
 class Written(NamedTuple):
@@ -64,11 +69,7 @@ class Agreement(NamedTuple):
 
 
 def load(name: str, *, dtype: torch.dtype) -> Any:
-    """The causal language model of a name or folder on the CPU, its parameters in ``dtype``.
-
-    Raises:
-        InputError: when it cannot be loaded, or comes without an output layer of its own.
-    """
+    """The causal language model of a name or folder on the CPU, its parameters in ``dtype``."""
     model = load_model(name, dtype=dtype).to("cpu")
     for parameter in model.parameters():  # and no buffers: frequencies of positions need all their digits
         parameter.data = parameter.data.to(dtype)
@@ -85,18 +86,17 @@ def prompt_tokens(
 ) -> Tensor:
     """The tokens of a prompt after which the model can write so many more, ``first`` before them, (length,).
 
-    Raises:
-        InputError: for a prompt without tokens, with others than the model knows, or too long. ``place`` names it.
+    Refused when it has no tokens, others than the model knows, or too many. ``place`` names it in the error.
     """
     longest = longest_text(model)
     if tokens >= longest:
         raise InputError(f"tokens: expected fewer than the {longest} that the model reads, found {tokens}")
     if not prompt.strip():
         raise InputError(f"{place}: expected text, found none")
-    found = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
-    if not found:
+    own = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
+    if not own:
         raise InputError(f"{place}: expected text of which the tokenizer makes tokens, found {prompt!r}")
-    ids = torch.tensor([*([] if first is None else [first]), *found])
+    ids = torch.tensor(own if first is None else [first, *own])
     check_size(model, {place: ids}, ids[:0], 1)
     if len(ids) + tokens > longest:
         raise InputError(
@@ -104,9 +104,6 @@ def prompt_tokens(
             f"to come, found {len(ids)}"
         )
     return ids
-
-
-# Writing
 
 
 def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None = None) -> Tensor:
@@ -130,68 +127,47 @@ def choose(logits: Tensor, choice: Choice, generator: torch.Generator | None = N
 
 @torch.no_grad()
 def write(
-    model: Any,
-    prompt: Tensor,
-    *,
-    tokens: int,
-    choice: Choice = GREEDY,
-    generator: torch.Generator | None = None,
-    stream: Callable[[int], object] = lambda token: None,
-) -> Written:
-    """Let a model write exactly so many tokens, also beyond the end of its text.
+    model: Any, prompt: Tensor, *, tokens: int, choice: Choice = GREEDY, generator: torch.Generator | None = None,
+    stream: Stream = ignore_token,
+) -> Written:  # fmt: skip
+    """Let a model write exactly so many tokens after a prompt (length,), also beyond the end of its text.
 
-    Args:
-        model: a Hugging Face causal language model, with its own or an adaptive output layer.
-        prompt: tokens to go on from, at least one, (length,).
-        stream: called with every token; what that takes does not count.
-
-    Raises:
-        InputError: when the model keeps no keys and values of what it has read.
+    The model has its own or an adaptive output layer. What ``stream`` takes, which gets every token, does not count.
     """
     layer = output_layer(model)
     cache, last = _read(model, prompt[:-1]), prompt[-1:]
-    answered = _counts(layer)
-    found: list[int] = []
-    seconds = 0.0
-    with timed(layer) as spent:
+    before = (layer.exactly, layer.bytes_read) if isinstance(layer, AdaptiveHead) else (0, 0)
+    written: list[int] = []
+    seconds = head_seconds = 0.0
+    with watched(layer) as calls:
         for _ in range(tokens):
             start = time.perf_counter()
             logits, cache = _step(model, last[None], cache)
             last = choose(logits, choice, generator)
-            found.append(int(last))
+            written.append(int(last))
             seconds += time.perf_counter() - start
-            stream(found[-1])
+            head_seconds += calls.pop()[-1]
+            stream(written[-1])
+    exactly, read = tokens, tokens * weight_bytes(layer)
     if isinstance(layer, AdaptiveHead):
-        exactly, read = (after - before for after, before in zip(_counts(layer), answered, strict=True))
-    else:
-        exactly, read = tokens, tokens * weight_bytes(layer)
-    return Written(torch.tensor(found), seconds, sum(spent), read, exactly)
+        exactly, read = layer.exactly - before[0], layer.bytes_read - before[1]
+    return Written(torch.tensor(written), seconds, head_seconds, read, exactly)
 
 
 @torch.no_grad()
-def agreement(
-    model: Any, prompt: Tensor, text: Tensor, *, stream: Callable[[int], object] = lambda token: None
-) -> Agreement:
+def agreement(model: Any, prompt: Tensor, text: Tensor, *, stream: Stream = ignore_token) -> Agreement:
     """How often the largest logit of a model's adaptive head is the exact product's, of equal ones any.
 
-    The model is given a text token by token, so that one difference does not lead to others.
-
-    Args:
-        model: one with an adaptive head.
-        prompt, text: the tokens before the first step, and those that follow.
-        stream: called with every token of the text.
-
-    Raises:
-        InputError: when the model has its own output layer.
+    The model is given a text after a prompt, token by token, so that one difference does not lead to others.
     """
-    layer = _adaptive(model)
+    layer = _get_adaptive_head(model)
     cache, agreed = _read(model, prompt[:-1]), 0
-    with _calls(layer) as calls:
+    with watched(layer) as calls:
         for before, after in zip([int(prompt[-1]), *text[:-1].tolist()], text.tolist(), strict=True):
             _, cache = _step(model, torch.tensor([[before]]), cache)
-            hidden, found = calls.pop()
+            hidden, logits, _ = calls.pop()
             exact = layer.replaced(hidden).flatten()
-            agreed += int(exact[found.argmax()] == exact.max())
+            agreed += int(exact[logits.argmax()] == exact.max())
             stream(after)
     return Agreement(agreed, len(text))
 
@@ -199,7 +175,7 @@ def agreement(
 @contextmanager
 def exact_head(model: Any) -> Iterator[None]:
     """A model with an adaptive head has its own output layer for a while."""
-    layer = _adaptive(model)
+    layer = _get_adaptive_head(model)
     model.set_output_embeddings(layer.replaced)
     try:
         yield
@@ -208,20 +184,20 @@ def exact_head(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def timed(layer: nn.Module) -> Iterator[list[float]]:
-    """Seconds of each call of a layer."""
+def watched(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor, float]]]:
+    """What a layer is given, what it gives and the seconds that takes, call by call."""
     started: list[float] = []
-    spent: list[float] = []
+    calls: list[tuple[Tensor, Tensor, float]] = []
 
     def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        started.append(_now(inputs[0]))
+        started.append(_read_clock(inputs[0]))
 
     def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        spent.append(_now(output) - started.pop())
+        calls.append((inputs[0], output, _read_clock(output) - started.pop()))
 
     hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
     try:
-        yield spent
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -248,13 +224,7 @@ def weight_bytes(layer: Any) -> int:
 
 
 class Transcript:
-    """The text of tokens as they come: whole characters, and nothing from the end of the text on.
-
-    Args:
-        tokenizer: of Hugging Face.
-        prompt: the tokens before, whose text is left out.
-        ends: tokens that end a text.
-    """
+    """The text of tokens after a prompt as they come: whole characters, and nothing from one of the ``ends`` on."""
 
     def __init__(self, tokenizer: Any, prompt: Tensor, ends: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -279,54 +249,37 @@ class Transcript:
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Those that end a text, as the model or else its tokenizer has it."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = tokenizer.eos_token_id if found is None else found
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
-
-
-# What to calibrate with
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def text_states(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    *,
-    count: int,
-    first: int | None = None,
-    place: str = "text",
+    model: Any, tokenizer: Any, text: str, *, count: int, first: int | None = None, place: str = "text",
     progress: ProgressCallback = no_progress,
-) -> Tensor:
-    """Hidden states over the first tokens of a text, (count, d).
+) -> Tensor:  # fmt: skip
+    """Hidden states over the first tokens of a text, (count, d); ``place`` names it when it has fewer."""
 
-    Raises:
-        InputError: when the text has fewer tokens, or the model cannot read it. ``place`` says whose it is.
-    """
+    def advance(rows: int) -> None:
+        progress("hidden states", rows / count)
+
     ids = tokens_of(tokenizer, text, count=count, place=place)
-    window = min(WINDOW, longest_text(model))
-    found = collect(
-        model, {place: ids}, first=first, window=window, progress=lambda rows: progress("hidden states", rows / count)
-    )
-    return torch.cat(found.corpora[place])
+    head = collect(model, {place: ids}, first=first, window=min(WINDOW, longest_text(model)), progress=advance)
+    return torch.cat(head.corpora[place])
 
 
 @torch.no_grad()
 def own_states(
-    model: Any,
-    tokenizer: Any,
-    *,
-    count: int,
-    first: int | None = None,
-    generator: torch.Generator | None = None,
+    model: Any, tokenizer: Any, *, count: int, first: int | None = None, generator: torch.Generator | None = None,
     progress: ProgressCallback = no_progress,
-) -> Tensor:
-    """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d).
-
-    Raises:
-        InputError: when the tokenizer makes nothing of the starts.
-    """
+) -> Tensor:  # fmt: skip
+    """Hidden states over texts that the model writes itself, drawn at temperature 1 after short starts, (count, d)."""
     layer = output_layer(model)
-    starts = _starts(tokenizer)
+    # Only the first token of each start: texts of one length need no padding.
+    made = [tokenizer(start, add_special_tokens=False, verbose=False).input_ids[:1] for start in STARTS]
+    starts = [token for ids in made for token in ids]
+    if not starts:
+        raise InputError("tokenizer: expected one that makes tokens of English words, found none: give a text instead")
     lead = [] if first is None else [first]
     length = min(WINDOW, longest_text(model) - len(lead))
     texts = torch.tensor([[*lead, starts[number % len(starts)]] for number in range(-(-count // length))])
@@ -335,7 +288,7 @@ def own_states(
     for some in torch.split(texts, _TOGETHER):
         cache, last = _read(model, *some[:, :-1]), some[:, -1:]
         states = []
-        with _calls(layer) as calls:
+        with watched(layer) as calls:
             for _ in range(length):
                 logits, cache = _step(model, last, cache)
                 last = choose(logits, Choice(1.0), generator)[:, None]
@@ -345,66 +298,35 @@ def own_states(
     return torch.cat(parts)[:count]
 
 
-def _starts(tokenizer: Any) -> list[int]:
-    """The first token of each of the starts: of one length, so that there is nothing to pad."""
-    made = [tokenizer(start, add_special_tokens=False, verbose=False).input_ids[:1] for start in STARTS]
-    found = [ids[0] for ids in made if ids]
-    if not found:
-        raise InputError("tokenizer: expected one that makes tokens of English words, found none: give a text instead")
-    return found
-
-
-# One step
-
-
 def _read(model: Any, *texts: Tensor) -> Any:
     """Keys and values of texts of one length, without logits; None of nothing."""
     ids = torch.stack(texts)
     if not ids.numel():
         return None
-    return _kept(model, model.base_model(input_ids=ids.to(model.device), use_cache=True))
+    return _get_cache(model, model.base_model(input_ids=ids.to(model.device), use_cache=True))
 
 
 def _step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits after one more token of each text (texts, 1), and what is kept."""
     out = model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
-    return out.logits[:, -1], _kept(model, out)
+    return out.logits[:, -1], _get_cache(model, out)
 
 
-def _kept(model: Any, out: Any) -> Any:
+def _get_cache(model: Any, out: Any) -> Any:
     cache = getattr(out, "past_key_values", None)
     if cache is None:
         raise InputError(f"model: expected one that keeps keys and values, found {type(model).__name__}")
     return cache
 
 
-def _adaptive(model: Any) -> AdaptiveHead:
+def _get_adaptive_head(model: Any) -> AdaptiveHead:
     layer = output_layer(model)
     if not isinstance(layer, AdaptiveHead):
         raise InputError("model: expected an adaptive head, found the model's own output layer")
     return layer
 
 
-def _counts(layer: nn.Module) -> tuple[int, int]:
-    return (layer.exactly, layer.bytes_read) if isinstance(layer, AdaptiveHead) else (0, 0)
-
-
-@contextmanager
-def _calls(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What a layer was given and what it gave, call by call."""
-    calls: list[tuple[Tensor, Tensor]] = []
-
-    def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls.append((inputs[0], output))
-
-    hook = layer.register_forward_hook(after)
-    try:
-        yield calls
-    finally:
-        hook.remove()
-
-
-def _now(tensor: Tensor) -> float:
+def _read_clock(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

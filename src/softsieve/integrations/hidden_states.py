@@ -13,7 +13,7 @@ from softsieve.extras import loaded, package
 from softsieve.tasks.hf import no_bar
 
 _PIECE = 1 << 16  # characters given to the tokenizer at a time
-_CHECKED = 16  # tokens over which the model's own logits are looked at
+_CHECKED = 16  # tokens over which the model's own logits are compared
 
 
 class Corpus(NamedTuple):
@@ -47,8 +47,7 @@ def load_tokenizer(name: str) -> Any:
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
     """The causal language model of a name or folder, ready to run: on a GPU in ``dtype``, on a CPU in fp32.
 
-    Raises:
-        InputError: when it cannot be loaded, or comes without an output layer of its own.
+    Refused when it comes without an output layer of its own, whose weights would be made up.
     """
     transformers = package("transformers", f"model {name}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,11 +65,7 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
 
 
 def output_layer(model: Any) -> nn.Module:
-    """The linear layer that makes the logits.
-
-    Raises:
-        InputError: when there is none, or its weight is no matrix of floating-point numbers.
-    """
+    """The linear layer that makes the logits; refused when its weight is no matrix of floating-point numbers."""
     try:
         layer = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -84,11 +79,7 @@ def output_layer(model: Any) -> nn.Module:
 
 
 def first_token(tokenizer: Any, *, bos: bool | None = None) -> int | None:
-    """The token that a text begins with, None for none: with ``bos`` None as the tokenizer has it, else as asked.
-
-    Raises:
-        InputError: when it is asked for and the tokenizer has none.
-    """
+    """The token that a text begins with, None for none: with ``bos`` None as the tokenizer has it, else as asked."""
     token: int | None = tokenizer.bos_token_id
     if bos and token is None:
         raise InputError("bos: expected a tokenizer with a token for the beginning of a text, found none")
@@ -98,38 +89,30 @@ def first_token(tokenizer: Any, *, bos: bool | None = None) -> int | None:
 
 
 def tokens_of(tokenizer: Any, text: str, *, count: int, place: str = "text") -> Tensor:
-    """The first ``count`` tokens of a text, read in pieces of whole lines, without special tokens.
+    """The first ``count`` tokens of a text, read some lines at a time, without special tokens.
 
-    Raises:
-        InputError: when it has fewer. ``place`` says whose text it is.
+    ``place`` names the text when it has fewer.
     """
     if not text.strip():
         raise InputError(f"{place}: expected text, found none")
-    found: list[int] = []
+    tokens: list[int] = []
     start = 0
-    while start < len(text) and len(found) < count:
+    while start < len(text) and len(tokens) < count:
         end = start + _PIECE
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        found += tokenizer(text[start:end], add_special_tokens=False, verbose=False).input_ids
+        tokens += tokenizer(text[start:end], add_special_tokens=False, verbose=False).input_ids
         start = end
-    if len(found) < count:
-        raise InputError(f"{place}: expected at least {count} tokens, one for each query, found {len(found)}")
-    return torch.tensor(found[:count])
+    if len(tokens) < count:
+        raise InputError(f"{place}: expected at least {count} tokens, one for each query, found {len(tokens)}")
+    return torch.tensor(tokens[:count])
 
 
 @torch.no_grad()
 def collect(
-    model: Any,
-    tokens: Mapping[str, Tensor],
-    *,
-    first: int | None = None,
-    test_share: float = 0.5,
-    window: int = 256,
-    batch_size: int = 8,
-    dtype: torch.dtype | None = None,
-    progress: Callable[[int], object] = lambda rows: None,
-) -> Head:
+    model: Any, tokens: Mapping[str, Tensor], *, first: int | None = None, test_share: float = 0.5, window: int = 256,
+    batch_size: int = 8, dtype: torch.dtype | None = None, progress: Callable[[int], object] = lambda rows: None,
+) -> Head:  # fmt: skip
     """The output layer of a causal language model, and what it is given at every token of some texts.
 
     Each text is read in windows of ``window`` tokens that know nothing of each other, in order. No logits are computed
@@ -145,9 +128,8 @@ def collect(
         dtype: of what is returned; None leaves it as it is in the model.
         progress: called with the number of states that were added.
 
-    Raises:
-        InputError: when the model cannot read this, does not treat its logits as `Head` says, or when a state is not
-            finite in ``dtype``.
+    An `InputError` says that the model cannot read this, that it does not treat its logits as `Head` says, or that a
+    state is not finite in ``dtype``.
     """
     layer = output_layer(model)
     lead = torch.tensor([] if first is None else [first], dtype=torch.long)
@@ -216,14 +198,14 @@ def inputs_of(layer: nn.Module, model: Any, ids: Tensor) -> Tensor:
 def after_layer(model: Any, layer: nn.Module, ids: Tensor) -> tuple[float, float | None]:
     """``beta`` and ``softcap`` of `Head`, confirmed on the model's own logits."""
     plain = layer(inputs_of(layer, model, ids[None])).double()
-    found = model(input_ids=ids[None].to(model.device), use_cache=False).logits.double()
+    logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits.double()
     softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     expected = plain if softcap is None else softcap * torch.tanh(plain / softcap)
-    beta = float((found * expected).sum() / expected.square().sum())
+    beta = float((logits * expected).sum() / expected.square().sum())
     rounding = 4 * torch.finfo(layer.weight.dtype).eps * float(expected.abs().max())  # type: ignore[arg-type]
-    if torch.allclose(found, expected, rtol=0, atol=rounding):
+    if torch.allclose(logits, expected, rtol=0, atol=rounding):
         return 1.0, softcap
-    if softcap is None and torch.allclose(found, beta * expected, rtol=0, atol=abs(beta) * rounding):
+    if softcap is None and torch.allclose(logits, beta * expected, rtol=0, atol=abs(beta) * rounding):
         return beta, None
     raise InputError("model: expected logits that are a linear layer's, scaled or soft-capped, found others")
 

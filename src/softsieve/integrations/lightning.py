@@ -25,10 +25,11 @@ from softsieve.training.speed import ASSpeed
 LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss)
 
 
-def _reported(outputs: Any, name: str) -> Tensor:
+def _read_output(outputs: Any, name: str) -> Tensor:
+    """A tensor of what ``training_step`` returned."""
     if not isinstance(outputs, dict) or name not in outputs:
-        found = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-        raise InputError(f"training_step: expected a dict with {name!r}, found {found}")
+        names = ", ".join(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise InputError(f"training_step: expected a dict with {name!r}, found {names}")
     value: Tensor = outputs[name]
     return value
 
@@ -97,31 +98,28 @@ class SpeedCallback(Callback):
         if not isinstance(speed, ASSpeed):
             raise TypeError(f"speed: expected an ASSpeed, found {type(speed).__name__}")
         self.speed = speed
-        self._now = 1  # accumulate_grad_batches
+        self._window = 1  # accumulate_grad_batches
         self._seen = torch.zeros(2, dtype=torch.long)  # rows solved and not solved in this window
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        batches, strategy = trainer.accumulate_grad_batches, trainer.strategy
         if not pl_module.automatic_optimization:
             raise InputError(
                 "automatic_optimization: expected True, or AS-Speed would change nothing, found False: "
                 "call ASSpeed.update in training_step"
             )
-        if trainer.accumulate_grad_batches != 1:
-            raise InputError(
-                f"accumulate_grad_batches: expected 1, AS-Speed sets it, found {trainer.accumulate_grad_batches}"
-            )
-        if trainer.strategy.handles_gradient_accumulation:
-            raise InputError(
-                f"strategy: expected one whose accumulation may change, found {type(trainer.strategy).__name__}"
-            )
+        if batches != 1:
+            raise InputError(f"accumulate_grad_batches: expected 1, AS-Speed sets it, found {batches}")
+        if strategy.handles_gradient_accumulation:
+            raise InputError(f"strategy: expected one whose accumulation may change, found {type(strategy).__name__}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.accumulate_grad_batches = self._now
+        trainer.accumulate_grad_batches = self._window
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.accumulate_grad_batches = self._now = self.speed.steps
+        trainer.accumulate_grad_batches = self._window = self.speed.steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         _catch_up(trainer, batch_idx, trainer.num_training_batches)
@@ -129,26 +127,26 @@ class SpeedCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        solved = _reported(outputs, "solved").bool()
+        solved = _read_output(outputs, "solved").bool()
         self._seen = self._seen.to(solved.device) + torch.stack([solved.sum(), (~solved).sum()])
         done = batch_idx + 1
-        if done % self._now and not trainer.is_last_batch:
+        if done % self._window and not trainer.is_last_batch:
             return
         seen, unsolved = trainer.strategy.reduce(self._seen, reduce_op="sum").tolist()
         steps = self.speed.update(seen, seen + unsolved)
         self._seen = torch.zeros_like(self._seen)
-        self._now = max((n for n in range(self._now, steps + 1) if done % n == 0), default=self._now)
-        trainer.accumulate_grad_batches = self._now
+        self._window = max((n for n in range(self._window, steps + 1) if done % n == 0), default=self._window)
+        trainer.accumulate_grad_batches = self._window
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"speed": self.speed.state_dict(), "now": self._now}
+        return {"speed": self.speed.state_dict(), "now": self._window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.speed.load_state_dict(state["speed"])
-        self._now = state["now"]
+        self._window = state["now"]
 
 
 class SkipCallback(Callback):
@@ -210,10 +208,9 @@ class SkipCallback(Callback):
         if not isinstance(loader, DataLoader) or loader.sampler is not self.sampler:
             raise InputError("train_dataloader: expected a DataLoader with the callback's sampler, found another")
         data: Any = loader.dataset
-        if hasattr(data, "__len__") and len(data) != self.solved.num_samples:
-            raise InputError(
-                f"num_samples: expected {len(data)}, the rows of the data set, found {self.solved.num_samples}"
-            )
+        rows = self.solved.num_samples
+        if hasattr(data, "__len__") and len(data) != rows:
+            raise InputError(f"num_samples: expected {len(data)}, the rows of the data set, found {rows}")
         self._full = max(self._full, trainer.num_training_batches)
         if self._loaded:
             self._loaded = False
@@ -243,7 +240,7 @@ class SkipCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._noted.append((_reported(outputs, "index"), _reported(outputs, "solved")))
+        self._noted.append((_read_output(outputs, "index"), _read_output(outputs, "solved")))
         self._epoch, self._batches, self._over = trainer.current_epoch, batch_idx + 1, trainer.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,28 +18,18 @@ from softsieve._safetensors import opened
 from softsieve.errors import InputError, first_line, listed
 
 ROWS = 1 << 16  # queries that are read at a time
-# What numpy also raises for a damaged file.
-_STRANGE = (
-    BadZipFile,
-    MemoryError,
-    NotImplementedError,
-    OverflowError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    TokenError,
-)
+# What numpy raises for a damaged file.
+_DAMAGED = (
+    OSError, ValueError, EOFError, BadZipFile, MemoryError, NotImplementedError, OverflowError, RecursionError,
+    SyntaxError, TypeError, TokenError,
+)  # fmt: skip
 
 
 def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """A matrix (n, d) and, from a .safetensors file, its bias.
-
-    Raises:
-        InputError: when the file cannot be read or has no such tensor.
-    """
+    """A matrix (n, d) and, from a .safetensors file, its bias."""
     if path.suffix == ".npy":
-        return _tensor(path, _array(path)), None
-    with _opened(path) as file:
+        return _make_tensor(path, _load_array(path)), None
+    with _open(path) as file:
         names = list(file.keys())
         for name in (tensor, *([bias] if bias else [])):
             if name not in names:
@@ -58,21 +48,18 @@ def read_queries(
         part: "calibration" or "test".
         step: 1: all rows, 2: the first of two, -2: the second of two.
         missing: whether there may be none.
-
-    Raises:
-        InputError: when the file cannot be read, or has none where there must be some.
     """
     start = 1 if step < 0 else 0
     if path.suffix == ".npy":
         if part == "test" and missing:
             return
-        rows = _array(path)
-        if rows.ndim != 2:
-            raise InputError(f"{path}: expected a matrix (N, d), found shape {rows.shape}")
-        for first in range(0, len(rows), ROWS):
-            yield _tensor(path, rows[first : first + ROWS][start :: abs(step)])
+        array = _load_array(path)
+        if array.ndim != 2:
+            raise InputError(f"{path}: expected a matrix (N, d), found shape {array.shape}")
+        for first in range(0, len(array), ROWS):
+            yield _make_tensor(path, array[first : first + ROWS][start :: abs(step)])
         return
-    with _opened(path) as file:
+    with _open(path) as file:
         names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
         if corpora:
             wanted = [f"{corpus}.{part}" for corpus in corpora]
@@ -87,13 +74,13 @@ def read_queries(
                     f"{path}: expected tensors NAME.{part} or a single matrix, found {listed(file.keys())}"
                 )
         for name in names:
-            found = _read(path, file, name)
-            if found.ndim != 2:
-                raise InputError(f"{path}: {name}: expected a matrix (N, d), found shape {tuple(found.shape)}")
-            yield found[start :: abs(step)]
+            rows = _read(path, file, name)
+            if rows.ndim != 2:
+                raise InputError(f"{path}: {name}: expected a matrix (N, d), found shape {tuple(rows.shape)}")
+            yield rows[start :: abs(step)]
 
 
-def _opened(path: Path) -> AbstractContextManager[Any]:
+def _open(path: Path) -> AbstractContextManager[Any]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     if path.suffix != ".safetensors":
@@ -102,25 +89,25 @@ def _opened(path: Path) -> AbstractContextManager[Any]:
 
 
 def _read(path: Path, file: Any, name: str) -> Tensor:
-    found: Tensor = file.get_tensor(name)
-    _digests.check(path, file.metadata(), {name: found})
-    return found
+    value: Tensor = file.get_tensor(name)
+    _digests.check(path, file.metadata(), {name: value})
+    return value
 
 
-def _tensor(path: Path, rows: np.ndarray) -> Tensor:
+def _make_tensor(path: Path, rows: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("=")))
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: expected an array of numbers, found {rows.dtype} ({first_line(error)})") from None
 
 
-def _array(path: Path) -> np.ndarray:
+def _load_array(path: Path) -> np.ndarray:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, *_STRANGE) as error:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _DAMAGED as error:
         raise InputError(f"{path}: cannot be read as .npy: {first_line(error)}") from None
-    if not isinstance(found, np.ndarray):
+    if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: expected one array, found several")
-    return found
+    return array

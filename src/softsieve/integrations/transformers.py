@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,8 @@ from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
 
 __all__ = [
-    "ASOptions",
-    "ASTrainer",
-    "ASTrainerMixin",
-    "AdaptiveHead",
-    "accelerate_head",
-    "collect_queries",
-    "restore_head",
-]
+    "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "accelerate_head", "collect_queries", "restore_head",
+]  # fmt: skip
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
 STATE, SAMPLER = "softsieve.json", "softsieve.safetensors"  # beside trainer_state.json
@@ -113,7 +108,7 @@ class ASTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
         self.as_options = as_options or ASOptions()
         self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
-        self._refuse()
+        self._check_settings()
         self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
         self._delta = self.as_options.delta
         self._speed: ASSpeed | None = None
@@ -125,7 +120,7 @@ class ASTrainerMixin(Trainer):
         if self._adapts:
             self.callback_handler.callbacks.insert(0, _Notify(self))  # the others should see its state.epoch
 
-    def _refuse(self) -> None:
+    def _check_settings(self) -> None:
         options, data = self.as_options, self.train_dataset
         if self.compute_loss_func is not None or self.label_smoother is not None:
             raise InputError("ASTrainer: expected no other loss, found compute_loss_func or label_smoothing_factor")
@@ -134,20 +129,15 @@ class ASTrainerMixin(Trainer):
         if options.speed is not None and self.is_deepspeed_enabled:
             raise InputError("speed: expected no DeepSpeed, which wants a fixed number of accumulation steps")
         if options.skip is not None and self.args.train_sampling_strategy != "random":
-            found = self.args.train_sampling_strategy
-            raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {found!r}")
+            strategy = self.args.train_sampling_strategy
+            raise InputError(f"train_sampling_strategy: expected 'random' with skipping, found {strategy!r}")
         if options.skip is not None and self.accelerator.dispatch_batches:
             raise InputError("dispatch_batches: expected False with skipping, for all processes ask the sampler")
 
-    # The loss
-
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         if "labels" not in inputs:
             raise InputError(f"labels: expected in every batch, found only {', '.join(inputs)}")
         labels: Tensor = inputs["labels"]
@@ -180,8 +170,6 @@ class ASTrainerMixin(Trainer):
         self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
         if self._sampler is not None:  # a row of tokens is solved when all its counted labels are
             self._sampler.update(inputs[INDEX], (solved | ~counted).reshape(len(solved), -1).all(1))
-
-    # Windows of micro-batches
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of one optimizer step, of which the Trainer's loop sees the last ``num_batches``."""
@@ -221,27 +209,25 @@ class ASTrainerMixin(Trainer):
         """Optimizer steps that a plain Trainer would have made by now."""
         if not self._adapts:
             return self.state.global_step
-        return self._epoch * self._steps + self._batches * self._steps // self._planned()
+        return self._epoch * self._steps + self._batches * self._steps // self._planned_batches()
 
-    def _planned(self) -> int:
+    def _planned_batches(self) -> int:
         """Micro-batches in the epoch under way."""
         loader: Any = self.callback_handler.train_dataloader
         return max(1, len(loader))
 
-    def _window_ended(self) -> None:
-        self.state.epoch = self._epoch + self._batches / self._planned()
+    def _end_window(self) -> None:
+        self.state.epoch = self._epoch + self._batches / self._planned_batches()
         if self._speed is not None:
             solved, counted = self.accelerator.reduce(self._seen, "sum").tolist()
             if counted > 0:
                 self._speed.update(solved, counted)
-        if self._batches >= self._planned():  # so that a checkpoint of this step goes on with the next epoch
-            self._epoch_ended()
+        if self._batches >= self._planned_batches():  # so that a checkpoint of this step goes on with the next epoch
+            self._end_epoch()
 
-    def _epoch_ended(self) -> None:
+    def _end_epoch(self) -> None:
         if self._batches > 0:
             self._epoch, self._batches = self._epoch + 1, 0
-
-    # Skipping
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         if self.as_options.skip is None:
@@ -250,7 +236,7 @@ class ASTrainerMixin(Trainer):
         kept: Any = self._remove_unused_columns(data) if hasattr(data, "remove_columns") else data
         try:
             self.train_dataset = _Indexed(kept)
-            self.data_collator = _WithIndex(self._get_collator_with_removed_columns(collator))
+            self.data_collator = partial(_collate, self._get_collator_with_removed_columns(collator))
             return super().get_train_dataloader()
         finally:
             self.train_dataset, self.data_collator = data, collator
@@ -261,8 +247,6 @@ class ASTrainerMixin(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._sampler = SolvedSampler(len(train_dataset), **{"seed": seed, **self.as_options.skip})
         return self._sampler
-
-    # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -328,10 +312,10 @@ class _Notify(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._window_ended()
+        self.trainer._end_window()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        self.trainer._epoch_ended()
+        self.trainer._end_epoch()
 
 
 class _Indexed(Dataset[Any]):
@@ -349,12 +333,7 @@ class _Indexed(Dataset[Any]):
         return list(zip(indices, rows, strict=True))
 
 
-class _WithIndex:
-    """A collator for `_Indexed`."""
-
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
-
-    def __call__(self, pairs: list[tuple[int, Any]]) -> dict[str, Any]:
-        indices, rows = zip(*pairs, strict=True)
-        return {**self.collator(list(rows)), INDEX: torch.tensor(indices)}
+def _collate(collator: Callable[[list[Any]], Any], pairs: list[tuple[int, Any]]) -> dict[str, Any]:
+    """A batch of `_Indexed` rows with their indices."""
+    indices, rows = zip(*pairs, strict=True)
+    return {**collator(list(rows)), INDEX: torch.tensor(indices)}

@@ -85,7 +85,7 @@ def _(
 # their derivatives, shared by both ways
 
 
-def by_op(logits: Tensor) -> bool:
+def needs_op(logits: Tensor) -> bool:
     """Whether to go through the registered op: in a compiled graph, and for a subclass of Tensor."""
     return torch.compiler.is_compiling() or type(logits) not in (Tensor, nn.Parameter)
 
@@ -103,10 +103,10 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
         return None, None, None, None, None, None
     logits, *scalars, share = ctx.saved_tensors
     backward: Callable[..., Tensor] = _backward
-    if by_op(logits):
+    if needs_op(logits):
         backward = backward_op
     elif torch.is_grad_enabled():  # somebody wants the second derivative
-        backward = _Backward.apply
+        backward = _apply_backward
     return backward(grad_loss * share, logits, *scalars), None, None, None, None, None
 
 
@@ -131,16 +131,15 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 backward_op.register_autograd(_differentiate_again, setup_context=_save_again)
 
 
-class _Forward(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_differentiate)
+def differentiable(forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two."""
+    functions = {"forward": forward, "setup_context": save, "backward": backward}
+    methods = {name: staticmethod(function) for name, function in functions.items()}
+    return type(forward.__name__, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
 
-class _Backward(torch.autograd.Function):
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(_save_again)
-    backward = staticmethod(_differentiate_again)
+_apply_forward = differentiable(_forward, _save, _differentiate)
+_apply_backward = differentiable(_backward, _save_again, _differentiate_again)
 
 
 def as_cross_entropy(
@@ -160,9 +159,9 @@ def as_cross_entropy(
         ignore_index: label of rows that do not count.
         reduction: "none", "mean" or "sum".
     """
-    if by_op(logits):
+    if needs_op(logits):
         margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
     else:
-        outputs = _Forward.apply(logits, target, weight, delta, ignore_index, reduction)  # type: ignore[no-untyped-call]
+        outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
     return outputs

@@ -20,7 +20,6 @@ INF = float("inf")
 BLOCK = 1 << 20
 BLOCK_ELSEWHERE = 1 << 24
 
-
 Rows = slice | Tensor
 
 
@@ -69,7 +68,7 @@ def _sweep(logits: Tensor, rows: Rows, *, scratch: int) -> Iterator[tuple[Rows, 
 def check_labels(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Labels (rows,) with 0 for those that are ignored, and which are not; refused outside [0, classes).
 
-    Done beside the kernel: a compiled graph cannot look at values before it.
+    Done beside the kernel: a compiled graph cannot read values before it.
     """
     counted = target != ignore_index
     label = target.masked_fill(~counted, 0)
@@ -118,7 +117,7 @@ def forward(
         torch.ge(x, threshold[rows].unsqueeze(1), out=keep).scatter_(1, t, 0)
         ratio = p.mul_(keep).sum(-1, keepdim=True).div_(p_t)  # kept rivals over the target
         loss[rows] = torch.where(sparse[rows], torch.minimum(ratio.log1p_().squeeze(1), nll[rows]), nll[rows])
-    lse = o_t + nll  # loses digits where the target is far below the rest: look again there
+    lse = o_t + nll  # loses digits where the target is far below the rest: summed again there
     for rows, x, _ in _sweep(logits, _choose(~(nll < 64)), scratch=0):
         lse[rows] = x.logsumexp(-1)
     dense = ~sparse

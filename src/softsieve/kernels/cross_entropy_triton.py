@@ -27,6 +27,10 @@ def _forward(
     stride, classes, delta, ignore_index,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Read a row of logits once, or twice if it is sparse; write its weighted loss and the five constants of backward.
+
+    A label out of range is not refused here: such a row is written with -1 kept classes, which `_reduce` reports.
+    """
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(target + row)
     logits += row * stride
@@ -38,7 +42,7 @@ def _forward(
     row_share = tl.zeros((), tl.float32)
     if t != ignore_index:
         if (t < 0) | (t >= classes):
-            count -= 1  # told to the reduction, which tells the host
+            count -= 1
         else:
             # log-sum-exp, with 0 in place of a maximum of -inf, from which nothing can be subtracted
             top = tl.full((), -float("inf"), tl.float32)
@@ -85,7 +89,10 @@ def _forward(
 
 @triton.jit
 def _reduce(loss, kept, share, result, valid, rows, MEAN: tl.constexpr):  # fmt: skip
-    """Sum or mean of the losses, in a fixed order; for the mean the shares are divided in place. One program."""
+    """Read all rows' losses, shares and counts in one program; write their sum or mean, and if all labels are valid.
+
+    The order of the sum is fixed. For a mean, the shares are divided in place by their sum.
+    """
     losses = tl.zeros((ROWS,), tl.float32)
     shares = tl.zeros((ROWS,), tl.float32)
     fewest = tl.zeros((ROWS,), tl.int64)
@@ -112,6 +119,7 @@ def _backward(
     grad, grad_rows, logits, target, threshold, kept, lse, norm, stride, classes,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Read a block of a row's logits and the row's constants; write its gradient, which is 0 in a solved row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     q = tl.zeros((BLOCK,), tl.float32)
@@ -162,16 +170,7 @@ def backward(
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     settings = _settings(classes)
     _backward[(rows, triton.cdiv(classes, settings["BLOCK"]))](
-        grad,
-        grad_rows.contiguous(),
-        logits,
-        target.contiguous(),
-        threshold,
-        kept,
-        lse,
-        norm,
-        logits.stride(0),
-        classes,
-        **settings,
-    )
+        grad, grad_rows.contiguous(), logits, target.contiguous(), threshold, kept, lse, norm,
+        logits.stride(0), classes, **settings,
+    )  # fmt: skip
     return grad

@@ -18,7 +18,8 @@ and the kept sum those of all classes, after one of the shards' sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from softsieve.kernels import linear_torch
-from softsieve.kernels.cross_entropy import by_op
+from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
 from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
 
@@ -36,16 +37,13 @@ ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gra
 TRITON = "triton"
 
 
-def backend_of(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """The module of that name."""
     if name == TRITON:
         from softsieve.kernels import linear_triton
 
         return linear_triton
     return linear_torch
-
-
-# -- forward -----------------------------------------------------------------------------------------------------------
 
 
 def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, Saved]:
@@ -68,20 +66,20 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, S
     loss, saved = _forward_ignored(hidden, options)
     if count:
         rows = torch.nonzero_static(counted, size=count).squeeze(1)
-        of_counted, saved_counted = _forward_counted(layer.some(rows), targets.some(rows), options, shards)
+        loss_counted, saved_counted = _forward_counted(layer.select(rows), targets.select(rows), options, shards)
         for value, part in zip(saved[:-1], saved_counted[:-1], strict=True):
             value[rows] = part
         saved = saved._replace(counts=saved_counted.counts)
         if options.reduction == "none":
-            loss[rows] = of_counted
+            loss[rows] = loss_counted
         else:
-            loss = of_counted
+            loss = loss_counted
     return loss, saved
 
 
 def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
     """`forward` for rows that are all ignored."""
-    rows, listed = hidden.shape[0], backend_of(options.backend).LISTED
+    rows, listed = hidden.shape[0], load_backend(options.backend).LISTED
     row = hidden.new_zeros(rows, dtype=accumulation_dtype(hidden))
     dtypes = {"kept": torch.long, "right": torch.bool, "listed": torch.bool, "classes": torch.int32}
     shapes = {"classes": (rows, listed), "logits": (rows, listed)}
@@ -93,21 +91,21 @@ def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
 
 def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
-    backend, label = backend_of(options.backend), targets.label
+    backend, label = load_backend(options.backend), targets.label
     top, own = layer.hidden.new_full((2, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
-    here, marks = Scan(top, torch.zeros_like(top), own), backend.marks(layer)
+    own_scan, marks = Scan(top, torch.zeros_like(top), own), backend.make_marks(layer)
     for chunk in layer.chunks(BUFFER):
-        backend.scan(chunk, label, here, marks)
+        backend.scan(chunk, label, own_scan, marks)
     del chunk
-    state = shards.scan_of_all(here)
+    state = shards.merge_scans(own_scan)
     settled = backend.settle(layer, targets, state, marks)
     del marks
     unlisted, wide, entries = settled.counts.tolist()
     if wide:
         rows = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
-        for chunk in layer.some(rows).chunks(BUFFER):
+        for chunk in layer.select(rows).chunks(BUFFER):
             backend.sum_kept(chunk, rows, label, state.own, settled)
-    settled = shards.kept_of_all(settled)
+    settled = shards.merge_kept(settled)
     if shards.group is not None and not backend.LISTED:  # solved here and not elsewhere: the label has a gradient
         listed = settled.listed & ~((settled.rivals > 0) & (own > -INF))
         settled, unlisted = settled._replace(listed=listed), int((~listed).sum())
@@ -119,21 +117,14 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _
     return loss, Saved(settled.threshold, kept, lse, norm, share, own, right, *lists, counts)
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
-
-
 def backward(
     factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
-    backend, shards = backend_of(options.backend), _Shards(options.group, len(layer.weight), target.device)
+    backend, shards = load_backend(options.backend), _Shards(options.group, len(layer.weight), target.device)
     label = shards.own_labels(target)
-    grads = [
-        torch.empty_like(value, memory_format=torch.contiguous_format) if value is not None and want else None
-        for value, want in zip(layer[:3], wanted, strict=True)
-    ]
-    to_hidden, to_weight, to_bias = grads
-    entries = backend.entries(layer, label, factor, saved)
+    to_hidden, to_weight, to_bias = grads = _empty_gradients(layer[:3], wanted)
+    entries = backend.make_entries(layer, label, factor, saved)
     unlisted, count = saved.counts.tolist()
     if shards.group is not None:  # a row may be solved here and not elsewhere
         count = int((entries.keys < entries.none).sum())
@@ -146,7 +137,7 @@ def backward(
     item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
     blocks = -(-unlisted * layer.hidden.shape[1] * item // ROWS)
     for number, block in enumerate(rows.chunk(blocks) if unlisted else ()):
-        part = layer.some(block)
+        part = layer.select(block)
         sums = part.hidden.new_zeros(
             part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
@@ -157,10 +148,16 @@ def backward(
             to_hidden[block] = sums.to(to_hidden.dtype)
         del part, sums, chunk  # before there are those of the next
     backend.spread(entries, count, layer.hidden, to_weight, to_bias)
-    if to_hidden is not None:
-        shards.add(to_hidden)
+    if to_hidden is not None and shards.group is not None:
+        dist.all_reduce(to_hidden, group=shards.group)
     to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)
     return to_hidden, to_weight, to_bias
+
+
+def _empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Memory for the gradients of hidden states, weight and bias; None for those that are not wanted."""
+    make = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return [make(x) if x is not None and want else None for x, want in zip(values, wanted, strict=True)]
 
 
 def _add_products(
@@ -186,9 +183,6 @@ def _add_products(
         sums += gradient @ layer.weight[classes]
 
 
-# -- several shards ----------------------------------------------------------------------------------------------------
-
-
 class _Shards:
     """The shards of the weight, and what they tell each other; one that has all classes without a group."""
 
@@ -212,7 +206,7 @@ class _Shards:
         """Labels that count from this shard's first class."""
         return target - self.first if self.first else target
 
-    def scan_of_all(self, state: Scan) -> Scan:
+    def merge_scans(self, state: Scan) -> Scan:
         """The same over the classes of all shards."""
         if self.group is None:
             return state
@@ -221,16 +215,12 @@ class _Shards:
         base = top.masked_fill(top == -INF, 0)
         return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0))
 
-    def kept_of_all(self, settled: Settled) -> Settled:
+    def merge_kept(self, settled: Settled) -> Settled:
         """With the kept classes of all shards."""
         if self.group is None:
             return settled
         counts, odds = self._gather(torch.stack([settled.rivals.to(settled.odds.dtype), settled.odds])).unbind(1)
         return settled._replace(rivals=counts.sum(0).to(settled.rivals.dtype), odds=odds.sum(0))
-
-    def add(self, values: Tensor) -> None:
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
 
 
 # -- two ways there ----------------------------------------------------------------------------------------------------
@@ -271,16 +261,9 @@ def _(hidden: Tensor, *others: Any) -> Outputs:
 
 
 @backward_op.register_fake
-def _(
-    factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, saved: list[Tensor],
-    cap: float, backend: str, group: str, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(  # type: ignore[return-value]
-        torch.empty_like(value, memory_format=torch.contiguous_format)
-        if value is not None and want
-        else hidden.new_empty(0)
-        for value, want in zip((hidden, weight, bias), wanted, strict=True)
-    )
+def _(factor: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _empty_gradients(others[:3], others[-1])
+    return tuple(others[0].new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -298,10 +281,10 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
     call: Callable[..., tuple[Tensor, ...]] = _backward
-    if by_op(hidden):
+    if needs_op(hidden):
         call = backward_op
     elif torch.is_grad_enabled():  # somebody may want the second derivative, and must hear that there is none
-        call = _Backward.apply
+        call = _apply_backward
     options: Options = ctx.options
     grads = call(
         grad_loss * saved.share, hidden, weight, bias, target, tensors,
@@ -325,23 +308,15 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 backward_op.register_autograd(_refuse, setup_context=_save_nothing)
 
 
-class _Forward(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_differentiate)
-
-
-class _Backward(torch.autograd.Function):
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse)
+_apply_forward = differentiable(_forward, _save, _differentiate)
+_apply_backward = differentiable(_backward, _save_nothing, _refuse)
 
 
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Saved]:
     """`forward` of (rows, size), (classes, size) and (classes,) or None, with a differentiable loss."""
-    call: Callable[..., Outputs] = forward_op if by_op(hidden) else _Forward.apply
+    call: Callable[..., Outputs] = forward_op if needs_op(hidden) else _apply_forward
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets))
     loss, *saved = call(*tensors, *options)
     return loss, Saved(*saved)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
-from softsieve.kernels.linear_types import Chunk, Entries, Finished, Layer, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, Scan, Settled, Targets
 
 LISTED = 0
 
@@ -29,7 +29,7 @@ def _labels_in(chunk: Chunk, label: Tensor) -> tuple[Tensor, Tensor]:
     return rows, column[rows]
 
 
-def marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer) -> Tensor:
     """The largest logit besides the label's."""
     return layer.hidden.new_full((len(layer.hidden),), -INF, dtype=accumulation_dtype(layer.hidden))
 
@@ -62,7 +62,9 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     return Settled(threshold, rivals, torch.zeros_like(own), solved, none.int(), none, counts)
 
 
-def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str) -> Finished:
+def finish(
+    targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, from the sums over all classes."""
     top, total, own = state
     log_total = total.log()
@@ -83,7 +85,7 @@ def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes:
         parts = parts.masked_fill(parts == 0, 1)
         loss, share = loss / parts, share / parts
     kept = torch.where(sparse, settled.rivals + 1, classes)
-    return Finished(loss, kept, lse, norm, share, own >= top)
+    return loss, kept, lse, norm, share, own >= top
 
 
 def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
@@ -108,7 +110,7 @@ def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, sav
     chunk.products.copy_(q)
 
 
-def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
     """None: listed rows have no gradient."""
     return Entries(saved.logits, saved.classes, len(layer.weight))
 

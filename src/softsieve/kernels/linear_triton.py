@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
-from softsieve.kernels.linear_types import Chunk, Entries, Finished, Layer, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, Scan, Settled, Targets
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
@@ -21,7 +21,7 @@ _TILE = tl.constexpr(TILE)
 
 @triton.jit
 def _logit(x, bias, at, inside, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
-    """The logits of classes ``at`` from what the product says."""
+    """Turn products into logits of the classes ``at``: add the bias, cap them, and write -inf where none is inside."""
     x = x.to(tl.float32)
     if BIASED:
         x += tl.load(bias + at, mask=inside).to(tl.float32)
@@ -47,7 +47,10 @@ def _scan(
     start, width, tiles, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A row of a chunk: its largest logit, sum of exponentials and label's logit so far, and each tile's largest."""
+    """Read a row of a chunk of products; bring the row's largest logit and its sum of exponentials up to date.
+
+    Also write the largest logit of every tile, without the label's, and, if the label is in the chunk, its logit.
+    """
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(label + row) - start
     products += row * width
@@ -88,7 +91,12 @@ def _settle(
     VISITED: tl.constexpr, LISTED: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's threshold. Tiles that reach it are computed again, and the classes they keep listed and added up."""
+    """Decide a row's threshold from its sums, and whether the few classes that reach it can be listed.
+
+    Reads the tiles' largest logits. Tiles that reach the threshold are computed again from hidden state and weight, and
+    the classes they keep are written to the row's list and added up. A row with too many of either is not listed. The
+    three ``counts`` are those of `Settled`.
+    """
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(label + row)
     o = tl.load(own + row)
@@ -154,7 +162,10 @@ def _finish(
     rows, first, classes,
     CLASSES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, before it is reduced, and statistics of a block of rows."""
+    """Read the sums of a block of rows; write weighted losses before reduction, statistics and backward's numbers.
+
+    A label out of range is written as -1 kept classes, which the reduction reports.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     t = tl.load(label + row, mask=inside, other=0) + first
@@ -173,7 +184,7 @@ def _finish(
         part *= tl.load(row_weight + row, mask=inside, other=0.0).to(tl.float32)
     many = tl.where(sparse, tl.load(rivals + row, mask=inside, other=0) + 1, classes)
     tl.store(loss + row, own_loss * part, mask=inside)
-    tl.store(kept + row, tl.where(valid, many, -1), mask=inside)  # -1 is told to the reduction, which tells the host
+    tl.store(kept + row, tl.where(valid, many, -1), mask=inside)
     tl.store(lse + row, all_log, mask=inside)
     lost = (highest - all_log) + log_total  # in rounding
     tl.store(norm + row, tl.where(sparse, own_loss - nll, 0.0) + lost, mask=inside)
@@ -187,7 +198,7 @@ def _sum_kept(
     start, width, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the kept classes of a row of a chunk and add up their exponentials over the label's."""
+    """Read a row of a chunk; add its kept classes to the row's count, and their exponentials over the label's."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line)
     t = tl.load(label + row) - start
@@ -212,7 +223,7 @@ def _differentiate(
     start, width, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put the gradient in the place of a row of products."""
+    """Read a block of a row's products and the row's constants; write the logits' gradient in the products' place."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,7 +246,10 @@ def _entries(
     cap, none,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the listed logits of a row, and of the label's."""
+    """Read a row's list; write the gradient of its logits and of the label's, with their classes as keys.
+
+    What does not count, because the row is solved or not listed or its list is shorter, gets the key ``none``.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     last = at == LISTED  # the label
@@ -258,7 +272,7 @@ def _entries(
 def _combine(
     coefficients, keys, listed, weight, grad, size, none, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The gradient of a listed row's hidden state: its entries times the weights of their classes."""
+    """Read a listed row's entries and the weights of their classes; write the gradient of its hidden state."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(listed + row) != 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -277,11 +291,14 @@ def _spread(
     coefficients, keys, order, hidden, grad, grad_bias, count, size, none,
     ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradient of one class what all entries of that class give, in their order."""
+    """Read the sorted entries of one class and their hidden states; add them in order to its gradients.
+
+    The program of the first entry of a class does the work of all of them, so that no sum depends on chance.
+    """
     entry = tl.program_id(0)
     j = tl.load(keys + entry)
     before = tl.load(keys + entry - 1, mask=entry > 0, other=-1)
-    if (j != before) & (j < none):  # the first of its class does the work of all
+    if (j != before) & (j < none):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
         total = tl.zeros((BLOCK,), tl.float32)
@@ -313,7 +330,7 @@ def _block(width: int, most: int) -> int:
     return int(max(TILE, min(triton.next_power_of_2(width), most)))
 
 
-def marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer) -> Tensor:
     """The largest logit of every tile, without the label's. (rows, tiles)"""
     return layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
 
@@ -371,7 +388,9 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     return settled
 
 
-def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str) -> Finished:
+def finish(
+    targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, from the sums over all classes."""
     label, _, class_weight, row_weight = targets
     rows = len(label)
@@ -384,10 +403,10 @@ def finish(targets: Targets, state: Scan, settled: Settled, first: int, classes:
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
     torch._assert_async(valid, f"target: expected labels in [0, {classes})")
-    return Finished(loss, kept, lse, norm, share, right)
+    return loss, kept, lse, norm, share, right
 
 
-def entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
     """Of rows that have a gradient and whose kept classes are listed."""
     rows, width = saved.classes.shape
     made = Entries(saved.logits.new_empty(rows, width + 1), saved.classes.new_empty(rows, width + 1), len(layer.weight))

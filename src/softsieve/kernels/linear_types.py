@@ -33,7 +33,7 @@ class Targets(NamedTuple):
     class_weight: Tensor | None = None  # (classes of all shards,)
     row_weight: Tensor | None = None
 
-    def some(self, rows: Tensor) -> Targets:
+    def select(self, rows: Tensor) -> Targets:
         return Targets(
             self.label[rows],
             self.delta[rows] if self.delta.ndim else self.delta,
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
     bias: Tensor | None  # (classes,)
     cap: float
 
-    def some(self, rows: Tensor) -> Layer:
+    def select(self, rows: Tensor) -> Layer:
         return self._replace(hidden=self.hidden[rows])
 
     def chunks(self, budget: int) -> Iterator[Chunk]:
@@ -105,27 +105,16 @@ class Settled(NamedTuple):
     counts: Tensor  # (3,): rows that are not listed, those of them that are not dense, listed classes with the labels
 
 
-class Finished(NamedTuple):
-    """The loss, reduced, and what else is known of every row."""
+class Saved(NamedTuple):
+    """What forward leaves for backward and for statistics; 0 in a row that is ignored. Others are as in `Settled`."""
 
-    loss: Tensor
+    threshold: Tensor
     kept: Tensor  # how many classes are kept, the label among them
     lse: Tensor  # log-sum-exp of all logits
     norm: Tensor  # exp((logit - lse) - norm) is the softmax over the kept classes
     share: Tensor  # weight of the row in the loss
+    own: Tensor  # logit of the label; -inf if it is not in this shard
     right: Tensor  # bool: whether no class has a larger logit than the label
-
-
-class Saved(NamedTuple):
-    """What forward leaves for backward and for statistics; 0 in a row that is ignored."""
-
-    threshold: Tensor
-    kept: Tensor
-    lse: Tensor
-    norm: Tensor
-    share: Tensor
-    own: Tensor
-    right: Tensor
     listed: Tensor
     classes: Tensor
     logits: Tensor
@@ -145,7 +134,7 @@ class Backend(Protocol):
 
     LISTED: int  # the most classes of a row that are listed
 
-    def marks(self, layer: Layer) -> Tensor:
+    def make_marks(self, layer: Layer) -> Tensor:
         """Where `scan` is to note what `settle` must know of the logits besides the label's."""
 
     def scan(self, chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
@@ -159,13 +148,13 @@ class Backend(Protocol):
 
     def finish(
         self, targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
-    ) -> Finished:
-        """The loss. This shard's first class is ``first`` of all ``classes``."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The reduced loss, kept, lse, norm, share and right. This shard's first class is ``first`` of ``classes``."""
 
     def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
         """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""
 
-    def entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
+    def make_entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
         """The gradient of listed logits, times ``factor``."""
 
     def combine(self, entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:

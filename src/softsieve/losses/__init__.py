@@ -8,15 +8,6 @@ from softsieve.losses.objectives import make_objective
 from softsieve.losses.schedule import DeltaSchedule
 
 __all__ = [
-    "ASCrossEntropyLoss",
-    "ASMultiLabelLoss",
-    "ASStats",
-    "DeltaSchedule",
-    "LinearASCrossEntropyLoss",
-    "LinearASStats",
-    "as_cross_entropy",
-    "as_keep_mask",
-    "as_multilabel_loss",
-    "linear_as_cross_entropy",
-    "make_objective",
-]
+    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASStats", "DeltaSchedule", "LinearASCrossEntropyLoss", "LinearASStats",
+    "as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy", "make_objective",
+]  # fmt: skip

@@ -36,11 +36,6 @@ class ASStats(NamedTuple):
     lse: Tensor
 
 
-def _rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits as (rows, classes) and target as (rows,)."""
-    return logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
-
-
 def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
     r"""The classes that AS-Softmax keeps: those the target does not yet beat by more than ``delta``.
 
@@ -79,7 +74,7 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
     _checks.class_last(logits)
     delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
-    x, t = _rows(logits.detach(), target)
+    x, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     _, threshold, kept, *_ = kernel.as_cross_entropy(x, t, None, delta, ignore_index, "none")
     mask: Tensor = (x >= threshold.unsqueeze(1)) & (kept > 0).unsqueeze(1)
     return mask.view(logits.shape)
@@ -87,47 +82,23 @@ def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_i
 
 @overload
 def as_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    delta: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    weight: Tensor | None = ...,
-    return_stats: Literal[False] = ...,
-) -> Tensor: ...
+    logits: Tensor, target: Tensor, *, delta: float = ..., ignore_index: int = ..., reduction: str = ...,
+    weight: Tensor | None = ..., return_stats: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def as_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    delta: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    weight: Tensor | None = ...,
-    return_stats: Literal[True],
-) -> tuple[Tensor, ASStats]: ...
+    logits: Tensor, target: Tensor, *, delta: float = ..., ignore_index: int = ..., reduction: str = ...,
+    weight: Tensor | None = ..., return_stats: Literal[True],
+) -> tuple[Tensor, ASStats]: ...  # fmt: skip
 @overload
 def as_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    delta: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    weight: Tensor | None = ...,
-    return_stats: bool,
-) -> Tensor | tuple[Tensor, ASStats]: ...
+    logits: Tensor, target: Tensor, *, delta: float = ..., ignore_index: int = ..., reduction: str = ...,
+    weight: Tensor | None = ..., return_stats: bool,
+) -> Tensor | tuple[Tensor, ASStats]: ...  # fmt: skip
 def as_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    delta: float = 0.1,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-    return_stats: bool = False,
-) -> Tensor | tuple[Tensor, ASStats]:
+    logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100, reduction: str = "mean",
+    weight: Tensor | None = None, return_stats: bool = False,
+) -> Tensor | tuple[Tensor, ASStats]:  # fmt: skip
     r"""AS-Softmax cross-entropy: cross-entropy over the classes that can still matter.
 
     Computes::
@@ -161,7 +132,7 @@ def as_cross_entropy(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was found. Labels out of range on a GPU
-            stop the device with an assertion instead, as they do in `F.cross_entropy`: looking would stall the queue.
+            stop the device with an assertion instead, as they do in `F.cross_entropy`: reading stalls the queue.
 
     Example:
         >>> logits = torch.tensor([[1.2, 1.5, 1.0, -0.35], [2.5, 3.5, 0.4, 0.3]], requires_grad=True)
@@ -181,7 +152,7 @@ def as_cross_entropy(
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.weight(weight, logits)
-    x, t = _rows(logits, target)
+    x, t = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     loss: Tensor
     loss, threshold, kept, lse, *_ = kernel.as_cross_entropy(x, t, weight, delta, ignore_index, reduction)
     if not torch.is_autocast_enabled(logits.device.type):

@@ -21,13 +21,10 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 class LinearASStats(NamedTuple):
     """What `linear_as_cross_entropy` knows of every row after the forward pass, at no extra cost. Detached.
 
-    The first four are those of `ASStats`; all are 0 in a row whose label is ignored.
+    All are 0 in a row whose label is ignored.
 
     Attributes:
-        solved: bool, shape of the target. Only the target is kept: loss and gradient are exactly 0.
-        kept: int64, shape of the target. How many classes are kept, the target among them.
-        dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
-        lse: float32 (float64 for float64), shape of the target. Log-sum-exp over *all* classes.
+        solved, kept, dense, lse: those of `ASStats`.
         right: bool, shape of the target. No class has a larger logit than the target: its mean is the accuracy.
 
     Example:
@@ -44,24 +41,21 @@ class LinearASStats(NamedTuple):
     right: Tensor
 
 
-def _reason_against(backend: str, hidden: Tensor, group: Any) -> str | None:
-    """Why a backend cannot serve, None if it can."""
-    if backend == "reference" and group is not None:
-        return "it has no version for several shards"
-    if backend == "triton":
-        if not HAS_TRITON:
-            return "the package triton is not installed"
-        if hidden.dtype == torch.float64:
-            return "its kernels compute in float32, and these are float64"
-        if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"it needs tensors on a GPU, and these are on {hidden.device}"
-    return None
-
-
 def _choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
+    """The backend itself, or for "auto" the fastest that can serve; refused when it cannot."""
+    reason = None
+    if backend == "reference" and group is not None:
+        reason = "it has no version for several shards"
+    elif backend == "triton" or (backend == "auto" and hidden.is_cuda):
+        if not HAS_TRITON:
+            reason = "the package triton is not installed"
+        elif hidden.dtype == torch.float64:
+            reason = "its kernels compute in float32, and these are float64"
+        elif not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            reason = f"it needs tensors on a GPU, and these are on {hidden.device}"
     if backend == "auto":
-        return "triton" if hidden.is_cuda and _reason_against("triton", hidden, group) is None else "torch"
-    if (reason := _reason_against(backend, hidden, group)) is not None:
+        return "triton" if hidden.is_cuda and reason is None else "torch"
+    if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot serve: {reason}")
     return backend
 
@@ -113,7 +107,7 @@ def linear_as_cross_entropy(
         weight: of the layer, in the dtype of the states (autocast casts both).
         target: class labels, any integer dtype.
         bias: of the layer.
-        delta: margin in [0, 1], a number or one for each row (which are not looked at on a GPU).
+        delta: margin in [0, 1], a number or one for each row (which are not read on a GPU).
         ignore_index: label of rows that add nothing to loss, gradient or statistics, and cost nothing; any integer.
         reduction: ``"none"``, ``"mean"`` (weighted, over the rows that count; 0 if they weigh nothing) or ``"sum"``.
         class_weight: weight of each class; a row is weighted by that of its target.
@@ -135,7 +129,7 @@ def linear_as_cross_entropy(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was found. Labels out of range on a GPU
-            stop the device with an assertion instead: looking would stall the queue.
+            stop the device with an assertion instead: reading them would stall the queue.
         NotImplementedError: when a gradient made with ``create_graph=True``, or by `torch.func.grad`, is differentiated
             again. ``as_cross_entropy(F.linear(hidden, weight, bias), target)`` has second derivatives, and so has
             ``backend="reference"``; both hold the logits.
@@ -165,8 +159,7 @@ def linear_as_cross_entropy(
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
-    compute = _reference if options.backend == "reference" else _without_logits
-    loss, stats = compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
+    loss, stats = _compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
     if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
     if reduction == "none":
@@ -174,19 +167,16 @@ def linear_as_cross_entropy(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
-def _without_logits(
+def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
 ) -> tuple[Tensor, LinearASStats | None]:
-    loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
-    if not return_stats:
-        return loss, None
-    kept, dense = saved.kept, (saved.threshold == -math.inf) & (saved.kept > 0)
-    return loss, LinearASStats(kept == 1, kept, dense, saved.lse, saved.right)
-
-
-def _reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
-) -> tuple[Tensor, LinearASStats | None]:
+    """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
+    if options.backend != "reference":
+        loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+        if not return_stats:
+            return loss, None
+        dense = (saved.threshold == -math.inf) & (saved.kept > 0)
+        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.right)
     label, delta, class_weight, row_weight = targets
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}
@@ -229,21 +219,11 @@ class LinearASCrossEntropyLoss(nn.Module):
     class_weight: Tensor | None
 
     def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        delta: float = 0.1,
-        *,
-        bias: bool = False,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        backend: str = "auto",
-        return_stats: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_features: int, num_classes: int, delta: float = 0.1, *, bias: bool = False,
+        class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        softcap: float | None = None, backend: str = "auto", return_stats: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         for name, size in {"in_features": in_features, "num_classes": num_classes}.items():
             _checks.whole_number(name, size, 1, 2**40)
@@ -253,25 +233,15 @@ class LinearASCrossEntropyLoss(nn.Module):
         _check_options(ignore_index, reduction, backend)
         self.register_buffer("class_weight", class_weight)
         self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.backend = backend
+        self.ignore_index, self.reduction, self.backend = ignore_index, reduction, backend
         self.return_stats = return_stats
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LinearASStats]:
         return linear_as_cross_entropy(
-            hidden,
-            self.weight,
-            target,
-            bias=self.bias,
-            delta=self.delta,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            class_weight=self.class_weight,
-            softcap=self.softcap,
-            backend=self.backend,
+            hidden, self.weight, target, bias=self.bias, delta=self.delta, ignore_index=self.ignore_index,
+            reduction=self.reduction, class_weight=self.class_weight, softcap=self.softcap, backend=self.backend,
             return_stats=self.return_stats,
-        )
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         classes, size = self.weight.shape

@@ -35,33 +35,21 @@ class ASCrossEntropyLoss(nn.Module):
     weight: Tensor | None
 
     def __init__(
-        self,
-        delta: float = 0.1,
-        *,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
+        self, delta: float = 0.1, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         return_stats: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.delta = _checks.number("delta", delta, 0, 1)
         _checks.ignore_index(ignore_index)
         _checks.choice("reduction", reduction, _checks.REDUCTIONS)
         self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.return_stats = return_stats
+        self.ignore_index, self.reduction, self.return_stats = ignore_index, reduction, return_stats
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ASStats]:
         return as_cross_entropy(
-            logits,
-            target,
-            delta=self.delta,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            weight=self.weight,
-            return_stats=self.return_stats,
-        )
+            logits, target, delta=self.delta, ignore_index=self.ignore_index, reduction=self.reduction,
+            weight=self.weight, return_stats=self.return_stats,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"delta={self.delta}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"

@@ -12,7 +12,7 @@ INF = float("inf")
 
 @torch.library.custom_op("softsieve::positives", mutates_args=())
 def positives(target: Tensor) -> Tensor:
-    """0/1 targets as bool. An op of its own, because a compiled graph cannot look at the values to refuse others."""
+    """0/1 targets as bool. An op of its own, because a compiled graph cannot read the values to refuse others."""
     wrong = (target != 0) & (target != 1)
     if not target.is_cpu:
         torch._assert_async(~wrong.any(), "target: expected only 0 and 1")

@@ -9,6 +9,7 @@ An objective is a loss together with the head it wants, so that a trainer needs 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -23,8 +24,6 @@ from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
 from softsieve.losses.multilabel import as_multilabel_loss
-
-INF = float("inf")
 
 
 class Outcome(NamedTuple):
@@ -42,9 +41,12 @@ class Objective(ABC):
     """What a trainer knows of a loss. Options are fields, so an objective prints and serialises with its settings."""
 
     reduction: str = "mean"
+    limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # what the numbers among the fields may be
 
     def __post_init__(self) -> None:
         _checks.choice("reduction", self.reduction, _checks.REDUCTIONS)
+        for name, low, high in self.limits:
+            setattr(self, name, _checks.number(name, getattr(self, name), low, high))
 
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         """The layer that makes this objective's logits from features."""
@@ -67,11 +69,18 @@ class SingleLabel(Objective):
 
 
 class Rival(SingleLabel):
-    """A loss that says only what a row costs."""
+    """A loss that only says what a row costs: cross-entropy of logits that a rival changes, or one of its own."""
 
-    @abstractmethod
+    smoothing = 0.0
+
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The logits (rows, classes) of which cross-entropy is taken, for labels (rows,) that are all classes."""
+        return logits
+
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         """Loss of every row of logits (rows, classes) with labels (rows,), all of them classes."""
+        changed = self.change(logits, target)
+        return F.cross_entropy(changed, target, reduction="none", label_smoothing=self.smoothing)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         _checks.logits(logits)
@@ -88,8 +97,13 @@ class Rival(SingleLabel):
 class Softmax(Rival):
     """Plain cross-entropy."""
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, reduction="none")
+
+@dataclass(kw_only=True)
+class LabelSmoothing(Rival):
+    """Cross-entropy against the target mixed with the uniform distribution."""
+
+    smoothing: float = 0.1
+    limits = (("smoothing", 0, 1),)
 
 
 @dataclass(kw_only=True)
@@ -97,13 +111,10 @@ class TSoftmax(Rival):
     """Cross-entropy of ``logits / temperature``."""
 
     temperature: float = 2.0
+    limits = (("temperature", 1e-6, math.inf),)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.temperature = _checks.number("temperature", self.temperature, 1e-6)
-
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits / self.temperature, target, reduction="none")
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logits / self.temperature
 
 
 @dataclass(kw_only=True)
@@ -116,10 +127,10 @@ class SparseSoftmax(Rival):
         super().__post_init__()
         _checks.whole_number("k", self.k, 1, 2**63 - 1)
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
         top = logits.topk(min(self.k, logits.shape[-1]), -1).indices
         keep = torch.zeros_like(logits, dtype=torch.bool).scatter(1, torch.cat([top, target.unsqueeze(1)], 1), True)
-        return F.cross_entropy(torch.where(keep, logits, -INF), target, reduction="none")
+        return torch.where(keep, logits, -math.inf)
 
 
 class _FromEntmax(Rival):
@@ -135,7 +146,7 @@ class _FromEntmax(Rival):
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         import entmax
 
-        unknown = ~logits.detach().amax(-1).isfinite()  # it would look for a place in an order of these, in vain
+        unknown = ~logits.detach().amax(-1).isfinite()  # it would search an order of these in vain
         rows: Tensor = getattr(entmax, self.function)(logits.masked_fill(unknown[:, None], 0), target)
         return rows.masked_fill(unknown, float("nan"))
 
@@ -150,20 +161,6 @@ class Entmax15(_FromEntmax):
     """1.5-entmax loss (arXiv 1905.05702)."""
 
     function = "entmax15_loss"
-
-
-@dataclass(kw_only=True)
-class LabelSmoothing(Rival):
-    """Cross-entropy against the target mixed with the uniform distribution."""
-
-    smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.smoothing = _checks.number("smoothing", self.smoothing, 0, 1)
-
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.smoothing)
 
 
 class CosineHead(nn.Module):
@@ -189,18 +186,14 @@ class AMSoftmax(Rival):
 
     scale: float = 30.0
     margin: float = 0.35
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.scale = _checks.number("scale", self.scale, 1e-6, 3e4)  # times the margin, fp16 holds it
-        self.margin = _checks.number("margin", self.margin, 0, 2)
+    limits = (("scale", 1e-6, 3e4), ("margin", 0, 2))  # fp16 holds their product
 
     def head(self, in_features: int, num_classes: int) -> nn.Module:
         return CosineHead(in_features, num_classes, self.scale)
 
-    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+    def change(self, logits: Tensor, target: Tensor) -> Tensor:
         margin = torch.full_like(logits[:, :1], -self.scale * self.margin)
-        return F.cross_entropy(logits.scatter_add(1, target.unsqueeze(1), margin), target, reduction="none")
+        return logits.scatter_add(1, target.unsqueeze(1), margin)
 
 
 @dataclass(kw_only=True)
@@ -208,20 +201,13 @@ class ASSoftmax(SingleLabel):
     """AS-Softmax (arXiv 2508.03175). ``delta`` may be changed while training."""
 
     delta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.number("delta", self.delta, 0, 1)
+    limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         loss, stats = as_cross_entropy(
-            logits,
-            target,
-            delta=self.delta,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
+            logits, target, delta=self.delta, ignore_index=self.ignore_index, reduction=self.reduction,
             return_stats=True,
-        )
+        )  # fmt: skip
         return Outcome(loss, stats.solved)
 
 
@@ -240,10 +226,7 @@ class MultiLabelASSoftmax(Objective):
     """
 
     delta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _checks.number("delta", self.delta, 0, 1)
+    limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         rows = as_multilabel_loss(logits, target, delta=self.delta, reduction="none")

@@ -1,13 +1,13 @@
-"""Tables to examples: which column holds the inputs, which the labels, and what kind they are."""
+"""Tables to examples: which column holds the inputs, which the labels, what kind they are, and what a cell says."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from softsieve.errors import InputError, listed
-from softsieve.tasks.cells import input_cell, label_cell
+from softsieve.errors import InputError, listed, shown
 from softsieve.tasks.examples import MEDIA, Examples, Part, Wanted, media_kind
 from softsieve.tasks.tables import Table
 
@@ -20,12 +20,12 @@ _LABEL = ("label", "labels", "intent", "category", "class", "target", "topic", "
 
 def table_examples(table: Table, wanted: Wanted) -> Part:
     """The examples of a table, each with its labels."""
-    label = label_column(table, wanted)
+    label = find_label_column(table, wanted)
     kind = wanted.kind or _find_kind(table, label, wanted.text_column)
-    inputs = _inputs(table, kind, wanted.text_column, label)
+    inputs = _read_inputs(table, kind, wanted.text_column, label)
     examples = Examples(inputs, [], table.where)
     for where, words, answer in zip(table.where, inputs, table.columns[label], strict=True):
-        labels = label_cell(answer, kind, f"{where}: column {label!r}")
+        labels = read_label(answer, kind, f"{where}: column {label!r}")
         if kind == "tokens" and len(words) != len(labels):
             raise InputError(f"{where}: expected a label a word, found {len(words)} words and {len(labels)} labels")
         examples.labels.append(labels)
@@ -39,36 +39,34 @@ def table_inputs(table: Table, kind: str, wanted: Wanted) -> Examples:
     blank = [value is None or not str(value).strip() for value in answers]
     if (None not in answers and not all(blank)) if kind == "multilabel" else not any(blank):
         return table_examples(table, wanted).examples
-    return Examples(_inputs(table, kind, wanted.text_column, label), [], table.where)
+    return Examples(_read_inputs(table, kind, wanted.text_column, label), [], table.where)
 
 
-def _inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
-    column = _named(table, column) if column is not None else _find_inputs(table, kind, label)
+def _read_inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
+    column = _find_named(table, column) if column is not None else _find_inputs(table, kind, label)
     if column == label:
         raise InputError(f"{table.place}: column {column!r} cannot be both the input and the label")
     cells = zip(table.columns[column], table.where, strict=True)
-    return [input_cell(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
+    return [read_input(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
 
 
-def label_column(table: Table, wanted: Wanted) -> str:
+def find_label_column(table: Table, wanted: Wanted) -> str:
     """The name of the column of labels; that there is none is an error."""
-    found = _find_labels(table, wanted)
-    if found is None:
+    column = _find_labels(table, wanted)
+    if column is None:
         raise InputError(f"{table.place}: no column of labels found among {listed(table.columns)}; give label_column")
-    return found
+    return column
 
 
 def _find_labels(table: Table, wanted: Wanted) -> str | None:
     if wanted.label_column is not None:
-        return _named(table, wanted.label_column)
-    found = _find(table, _LABEL, but=wanted.text_column)
-    if found is None and len(table.names) == 1:
-        found = next(iter(table.names))
-    return found
+        return _find_named(table, wanted.label_column)
+    only = next(iter(table.names)) if len(table.names) == 1 else None
+    return _find(table, _LABEL, but=wanted.text_column) or only
 
 
 def _find_kind(table: Table, label: str, column: str | None) -> str:
-    column = None if column is None else _named(table, column)
+    column = None if column is None else _find_named(table, column)
     if _holds_lists(table, label):
         words = column or _find(table, _WORDS, but=label)
         return "tokens" if words is not None and _holds_lists(table, words) else "multilabel"
@@ -85,30 +83,29 @@ def _find_kind(table: Table, label: str, column: str | None) -> str:
 
 def _find_inputs(table: Table, kind: str, label: str | None) -> str:
     """The column of the inputs by its name; of texts also the only column that can be one."""
-    found: str | None
     if kind in MEDIA:
-        found, what = _find_media(table), "file names"
+        column, what = _find_media(table), "file names"
     elif kind == "tokens":
-        found, what = _find(table, _WORDS, but=label), "words"
+        column, what = _find(table, _WORDS, but=label), "words"
     else:
-        found, what = _find(table, _TEXT, but=label), "texts"
-        texts = [column for column in table.columns if column != label and _is_text(table.columns[column])]
-        if found is None and len(texts) == 1:
-            found = texts[0]
-    if found is None:
+        column, what = _find(table, _TEXT, but=label), "texts"
+        texts = [name for name in table.columns if name != label and _are_texts(table.columns[name])]
+        if column is None and len(texts) == 1:
+            column = texts[0]
+    if column is None:
         raise InputError(f"{table.place}: no column of {what} found among {listed(table.columns)}; give text_column")
-    return found
+    return column
 
 
 def _find_media(table: Table) -> str | None:
     return next(iter(table.media), None) or _find(table, _FILES)
 
 
-def _named(table: Table, name: str) -> str:
-    found = name if name in table.columns else _find(table, [name.lower()])
-    if found is None:
+def _find_named(table: Table, name: str) -> str:
+    column = name if name in table.columns else _find(table, [name.lower()])
+    if column is None:
         raise InputError(f"{table.place}: no column {name!r}, there are {listed(table.columns)}")
-    return found
+    return column
 
 
 def _find(table: Table, names: Iterable[str], but: str | None = None) -> str | None:
@@ -121,8 +118,67 @@ def _holds_lists(table: Table, column: str) -> bool:
     return any(isinstance(value, list) for value in table.columns[column])
 
 
-def _is_text(values: list[Any]) -> bool:
+def _are_texts(values: list[Any]) -> bool:
     """Whether values are strings, and not all of them numbers."""
     if not all(isinstance(value, str) for value in values):
         return False
     return not all(re.fullmatch(r"\s*[-+]?[0-9.]*(e[-+]?[0-9]+)?\s*", value, re.IGNORECASE) for value in values)
+
+
+def read_input(value: Any, kind: str, where: str, folder: Path) -> Any:
+    """An input of that kind, as `Examples` has it; file names are those of files in the folder."""
+    if kind in MEDIA:
+        return _find_file(value, where, folder)
+    if kind == "tokens":
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{where}: expected a list of words, found {shown(value)}")
+        return [_check_string(word, where) for word in value]
+    if not _check_string("" if value is None else value, where).strip():
+        raise InputError(f"{where}: empty text")
+    return value
+
+
+def read_label(value: Any, kind: str, where: str) -> Any:
+    """The label, or the list of labels, of an example of that kind."""
+    if kind not in ("multilabel", "tokens"):
+        return _check_label(value, where)
+    if kind == "multilabel" and isinstance(value, str):
+        value = [label for label in re.split(r"[|,]", value) if label.strip()]
+    if not isinstance(value, list):
+        raise InputError(f"{where}: expected a list of labels, found {shown(value)}")
+    labels = [_check_label(label, where) for label in value]
+    return list(dict.fromkeys(labels)) if kind == "multilabel" else labels
+
+
+def _check_label(value: Any, where: str) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise InputError(f"{where}: empty label")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of integers turns into floats where one of them is missing
+    if not isinstance(value, str | int):
+        raise InputError(f"{where}: expected a label, found {shown(value)}")
+    return _check_string(str(value).strip(), where)
+
+
+def _check_string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: expected text, found {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a character, as "\ud83d" in JSON
+        raise InputError(f"{where}: text is not valid Unicode") from None
+    return value
+
+
+def _find_file(value: Any, where: str, folder: Path) -> Path | bytes:
+    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any."""
+    if isinstance(value, dict):
+        content, value = value.get("bytes"), value.get("path")
+        if content and isinstance(content, bytes):
+            return content
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where}: expected a file name, found {shown(value)}")
+    path = folder / value
+    if not path.is_file():
+        raise InputError(f"{where}: no such file {path}")
+    return path

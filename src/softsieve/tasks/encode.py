@@ -47,11 +47,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        """The inputs of the examples; decoding uses so many threads.
-
-        Raises:
-            InputError: naming the place of an example that cannot be decoded.
-        """
+        """The inputs of the examples; decoding uses so many threads, and names one that cannot be decoded."""
 
     @abstractmethod
     def body(self) -> Body:
@@ -101,13 +97,13 @@ class ImageEncoder(Encoder):
     @classmethod
     def fit(cls, train: Examples) -> ImageEncoder:
         """The median side of some training images, up to 64."""
-        images = [_decoded_image(value, where, LARGEST_IMAGE) for value, where in _some(train)]
-        side = int(np.median([side for image in images for side in (image.height, image.width)]))
-        grey = all((image.pixels == image.pixels[..., :1]).all() for image in images)
+        images = [_decode_image(value, where, LARGEST_IMAGE) for value, where in _sample(train)]
+        side = int(np.median([side for _, sides in images for side in sides]))
+        grey = all((pixels == pixels[..., :1]).all() for pixels, _ in images)
         return cls(size=min(max(side, 8), LARGEST_IMAGE), mirror=int(not grey))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        images = _each(lambda value, where: _decoded_image(value, where, self.size).pixels, examples, workers)
+        images = _decode_each(lambda value, where: _decode_image(value, where, self.size)[0], examples, workers)
         return Encoded({"pixels": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()})
 
     def body(self) -> Body:
@@ -124,11 +120,11 @@ class AudioEncoder(Encoder):
     @classmethod
     def fit(cls, train: Examples) -> AudioEncoder:
         """Long enough for 99 of 100 of some training sounds, up to 5 seconds."""
-        lengths = [len(_decoded_sound(value, where, LONGEST_SOUND)) for value, where in _some(train)]
+        lengths = [len(_decode_sound(value, where, LONGEST_SOUND)) for value, where in _sample(train)]
         return cls(samples=max(int(np.quantile(lengths, 0.99)), SHORTEST_SOUND))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        sounds = _each(lambda value, where: _decoded_sound(value, where, self.samples), examples, workers)
+        sounds = _decode_each(lambda value, where: _decode_sound(value, where, self.samples), examples, workers)
         samples = np.zeros((len(sounds), self.samples), np.int16)
         for row, sound in zip(samples, sounds, strict=True):
             row[: len(sound)] = sound
@@ -138,25 +134,18 @@ class AudioEncoder(Encoder):
         return AudioBody()
 
 
+TEXTS: dict[str, type[TextEncoder | TokensEncoder]] = {
+    "text": TextEncoder, "multilabel": TextEncoder, "tokens": TokensEncoder,
+}  # fmt: skip
+BUILT_IN: dict[str, type[Encoder]] = {**TEXTS, "image": ImageEncoder, "audio": AudioEncoder}
+
+
 def built_in(kind: str, train: Examples, max_length: int) -> Encoder:
     """The encoder of the built-in model for a kind of data."""
-    if kind == "image":
-        return ImageEncoder.fit(train)
-    if kind == "audio":
-        return AudioEncoder.fit(train)
-    return TokensEncoder(max_length) if kind == "tokens" else TextEncoder(max_length)
+    if kind in TEXTS:
+        return TEXTS[kind](max_length)
+    return ImageEncoder.fit(train) if kind == "image" else AudioEncoder.fit(train)
 
-
-BUILT_IN: dict[str, type[Encoder]] = {
-    "text": TextEncoder,
-    "multilabel": TextEncoder,
-    "tokens": TokensEncoder,
-    "image": ImageEncoder,
-    "audio": AudioEncoder,
-}
-
-
-# Text
 
 # A word, a character of a script that puts no spaces between words, or any other sign.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
@@ -166,12 +155,12 @@ def text_ids(text: str, max_length: int) -> list[int]:
     """Hashed features of the first words of a text: words and pairs first, so that they survive a long one."""
     words = _WORD.findall(text.lower())[:max_length]
     pairs = [hashed(f"{first} {second}") for first, second in zip(["<", *words], [*words, ">"], strict=True)]
-    pieces = [piece for word in words for piece in _pieces(word)]
+    pieces = [piece for word in words for piece in _hash_parts(word)]
     return [*map(hashed, words), *pairs, *pieces][:MOST_IDS]
 
 
 @lru_cache(2**16)
-def _pieces(word: str) -> list[int]:
+def _hash_parts(word: str) -> list[int]:
     whole = f"<{word}>"
     return [hashed(f"#{whole[i : i + n]}") for n in (3, 4, 5) for i in range(len(whole) - n + 1)]
 
@@ -206,10 +195,7 @@ def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, .
     return out, lengths.clamp_min(1)
 
 
-# Images and sounds
-
-
-def _each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
+def _decode_each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
     """Every input decoded, in order."""
     if workers > 1:
         with ThreadPoolExecutor(workers) as pool:
@@ -217,22 +203,14 @@ def _each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -
     return list(map(decode, examples.inputs, examples.where))
 
 
-def _some(examples: Examples) -> Iterator[tuple[Any, str]]:
+def _sample(examples: Examples) -> Iterator[tuple[Any, str]]:
     """At most 200 examples and their places, evenly spread."""
     step = -(-len(examples.inputs) // 200)
     return zip(examples.inputs[::step], examples.where[::step], strict=True)
 
 
-class Image(NamedTuple):
-    """A decoded image, and how large it was."""
-
-    pixels: np.ndarray[Any, np.dtype[np.uint8]]  # (size, size, 3)
-    height: int
-    width: int
-
-
-def _decoded_image(value: Any, where: str, size: int) -> Image:
-    """An image file, its bytes or its pixels, resized."""
+def _decode_image(value: Any, where: str, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], tuple[int, int]]:
+    """The pixels (size, size, 3) of an image file, its bytes or an array, and its width and height before."""
     library = package("PIL.Image", "reading images")
     try:
         if isinstance(value, np.ndarray):
@@ -242,19 +220,19 @@ def _decoded_image(value: Any, where: str, size: int) -> Image:
         else:
             opened = library.open(BytesIO(value) if isinstance(value, bytes) else value)
         with opened as image:
-            width, height = image.size
+            sides = image.size
             image.draft(None, (2 * size, 2 * size))  # a large JPEG need not be decoded in full
             if image.mode.startswith("I"):  # 16 bits a pixel, of which the conversion would keep the lower 8
                 image = library.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
             image = image.convert("RGB")
             if image.size != (size, size):
                 image = image.resize((size, size), library.Resampling.BILINEAR)
-            return Image(np.asarray(image), height, width)
+            return np.asarray(image), sides
     except (OSError, ValueError, TypeError, SyntaxError, library.DecompressionBombError) as error:
         raise InputError(f"{where}: unreadable image ({first_line(error)})") from None
 
 
-def _decoded_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+def _decode_sound(value: Any, where: str, longest: int) -> np.ndarray[Any, np.dtype[np.int16]]:
     """At most the first ``longest`` samples of a sound file or of (samples, rate), at 8 kHz and full volume."""
     if isinstance(value, tuple):
         sound, rate = value

@@ -48,9 +48,6 @@ def as_list(labels: Any) -> list[Any]:
     return labels if isinstance(labels, list) else [labels]
 
 
-# Between the readers
-
-
 class Wanted(NamedTuple):
     """What the caller said of the data."""
 

@@ -1,12 +1,14 @@
-"""A file as bytes, text or lines."""
+"""A file as bytes, text, lines or JSON."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 import lzma
 import zlib
 from pathlib import Path
+from typing import Any
 
 from softsieve.errors import InputError, first_line
 
@@ -14,11 +16,7 @@ MOST, TIMES = 2**28, 200  # bytes that a packed file may unpack to, or this many
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds, unpacked if it is a .gz or .xz.
-
-    Raises:
-        InputError: also for a packed file that would fill the memory.
-    """
+    """What a file holds, unpacked if it is a .gz or .xz; refused if that would fill the memory."""
     try:
         return _unpacked(path, path.read_bytes())
     except FileNotFoundError:
@@ -38,10 +36,10 @@ def _unpacked(path: Path, content: bytes) -> bytes:
     most = max(MOST, TIMES * len(content))
     packed = io.BytesIO(content)
     with gzip.GzipFile(fileobj=packed) if end == ".gz" else lzma.LZMAFile(packed) as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+        unpacked = file.read(most + 1)
+    if len(unpacked) > most:
         raise InputError(f"{path}: expected data, found {len(content)} bytes that unpack to more than {most}")
-    return found
+    return unpacked
 
 
 def read_text(path: Path) -> str:
@@ -52,6 +50,14 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputError(f"{path}:{line}: not UTF-8 (byte {content[error.start]:#04x})") from None
+
+
+def parse_json(text: str, place: object) -> Any:
+    """What JSON says; ``place`` names it when it cannot be parsed."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: invalid JSON ({first_line(error)})") from None
 
 
 def read_lines(path: Path) -> list[tuple[str, str]]:

@@ -59,22 +59,14 @@ class PretrainedEncoder(Encoder):
     settings = LENGTH
 
     @classmethod
-    def named(cls, name: str, *, max_length: int, per_word: bool) -> PretrainedEncoder:
-        """The encoder of a name or folder, for texts of at most so many of its tokens."""
-        return cls._from(name, f"model {name}", max_length=max_length, per_word=per_word, source=name)
-
-    @classmethod
-    def load(cls, folder: Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
-        """What `save` wrote."""
-        place = folder / FOLDER
-        if not place.is_dir():
+    def load(cls, source: str | Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
+        """The encoder of a name or folder, for texts of at most so many of its tokens; of a path, what `save` wrote."""
+        saved = isinstance(source, Path)
+        name = str(Path(source) / FOLDER) if saved else str(source)
+        place = name if saved else f"model {name}"
+        options: dict[str, Any] = {"local_files_only": True} if saved else {}
+        if saved and not Path(name).is_dir():
             raise InputError(f"{place}: no such folder, expected the tokenizer and configuration of the model")
-        return cls._from(str(place), str(place), max_length=max_length, per_word=per_word, local_files_only=True)
-
-    @classmethod
-    def _from(
-        cls, name: str, place: str, *, max_length: int, per_word: bool, source: str | None = None, **options: Any
-    ) -> PretrainedEncoder:
         transformers = package("transformers", place)
         complaint = f"{place}: cannot be loaded"
         config = loaded(lambda: transformers.AutoConfig.from_pretrained(name, **options), complaint)
@@ -95,7 +87,7 @@ class PretrainedEncoder(Encoder):
         if not isinstance(longest, int | float) or longest < 1:
             raise InputError(f"{place}: model_max_length: expected a number of tokens, found {shown(longest)}")
         longest = longest if longest < 2**20 else positions
-        return cls(int(min(max_length, longest)), tokenizer, config, per_word, source)
+        return cls(int(min(max_length, longest)), tokenizer, config, per_word, None if saved else name)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and configuration, so that `load` needs no hub."""
@@ -103,19 +95,12 @@ class PretrainedEncoder(Encoder):
         self.config.save_pretrained(str(folder / FOLDER))
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        found = loaded(
-            lambda: self.tokenizer(
-                examples.inputs,
-                is_split_into_words=self.per_word,
-                truncation=True,
-                max_length=self.max_length,
-                padding=True,
-                return_attention_mask=True,
-            ),
-            f"{self.tokenizer.name_or_path}: its tokenizer fails",
-        )
-        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in found]
-        inputs = {name: torch.tensor(found[name]) for name in names}
+        options = {"is_split_into_words": self.per_word, "max_length": self.max_length, "truncation": True}
+        options |= {"padding": True, "return_attention_mask": True}
+        complaint = f"{self.tokenizer.name_or_path}: its tokenizer fails"
+        encoded = loaded(lambda: self.tokenizer(examples.inputs, **options), complaint)
+        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
+        inputs = {name: torch.tensor(encoded[name]) for name in names}
         inputs["attention_mask"][:, 0] = 1  # attention to nothing is not a number
         lengths = inputs["attention_mask"].sum(1)
         known, largest = getattr(self.config, "vocab_size", 2**31), int(inputs["input_ids"].max())
@@ -125,7 +110,7 @@ class PretrainedEncoder(Encoder):
             )
         if not self.per_word:
             return Encoded(inputs, lengths, tuple(names))
-        places = [_first_tokens(found.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
+        places = [_first_tokens(encoded.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
         words, _ = padded(places, fill=-1)
         return Encoded(inputs, lengths, (*names, "target"), words)
 
@@ -143,12 +128,10 @@ class PretrainedEncoder(Encoder):
 
 def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
     """The position of the first token of every word, -1 for a word without: cut off, or of no character it knows."""
-    first = [-1] * words
-    for position in reversed(range(len(word_of))):
-        word = word_of[position]
-        if word is not None:
-            first[word] = position
-    return first
+    first: dict[int | None, int] = {}
+    for position, word in enumerate(word_of):
+        first.setdefault(word, position)
+    return [first.get(word, -1) for word in range(words)]
 
 
 @contextmanager

@@ -11,43 +11,38 @@ from torch import Tensor
 
 from softsieve._files import replace_file
 from softsieve.extras import package
-
-IGNORED = -100  # target of what does not count
+from softsieve.tasks.rows import IGNORED
 
 
 def class_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
     """Of class numbers (rows,)."""
-    f1_score = package("sklearn.metrics", "measuring F1").f1_score
-    return {
-        "accuracy": _share(decided == target),
-        "macro_f1": float(f1_score(target.numpy(), decided.numpy(), average="macro", zero_division=0)),
-        "micro_f1": float(f1_score(target.numpy(), decided.numpy(), average="micro", zero_division=0)),
-    }
+    return {"accuracy": _share(decided == target), **_f1(target, decided, "macro", "micro")}
 
 
 def multilabel_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
     """Of flags (rows, classes). Accuracy: all flags of the row are right."""
+    right = (decided.bool() == target.bool()).all(1)
+    return {**_f1(target.bool(), decided.bool(), "micro", "macro"), "accuracy": _share(right)}
+
+
+def _f1(target: Tensor, decided: Tensor, *averages: str) -> dict[str, float]:
     f1_score = package("sklearn.metrics", "measuring F1").f1_score
-    flags = target.bool().numpy(), decided.bool().numpy()
-    return {
-        "micro_f1": float(f1_score(*flags, average="micro", zero_division=0)),
-        "macro_f1": float(f1_score(*flags, average="macro", zero_division=0)),
-        "accuracy": _share((decided.bool() == target.bool()).all(1)),
-    }
+    sides = target.numpy(), decided.numpy()
+    return {f"{average}_f1": float(f1_score(*sides, average=average, zero_division=0)) for average in averages}
 
 
 def token_metrics(decided: Tensor, target: Tensor, labels: Sequence[str]) -> dict[str, float]:
-    """Of class numbers (rows, words), ignored targets left out; entities too where labels are BIO tags."""
+    """Of class numbers (rows, words), without ignored targets; entities too where labels are BIO tags."""
     counted = target != IGNORED
-    found = {"accuracy": _share(decided[counted] == target[counted])}
+    figures = {"accuracy": _share(decided[counted] == target[counted])}
     if are_bio(labels):
         f1_score = package("seqeval.metrics", "measuring entities").f1_score
         tags = [
             [[labels[i] for i in row[mask].tolist()] for row, mask in zip(side, counted, strict=True)]
             for side in (target, decided)
         ]
-        found["entity_f1"] = float(f1_score(*tags, zero_division=0))
-    return found
+        figures["entity_f1"] = float(f1_score(*tags, zero_division=0))
+    return figures
 
 
 def are_bio(labels: Sequence[str]) -> bool:

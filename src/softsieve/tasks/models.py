@@ -42,7 +42,7 @@ class TextBody(Body):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.EmbeddingBag(BUCKETS, self.features, mode="sum", padding_idx=0)
-        _small_embeddings(self.table)
+        _shrink_embeddings(self.table)
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class TokensBody(Body):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(BUCKETS, 64, padding_idx=0)
-        _small_embeddings(self.table)
+        _shrink_embeddings(self.table)
         self.widen = nn.Linear(64, self.features)
         self.convolutions = nn.ModuleList(nn.Conv1d(self.features, self.features, 5, padding=2) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(self.features) for _ in range(3))
@@ -85,10 +85,10 @@ class ImageBody(Body):
 
     def forward(self, pixels: Tensor) -> Tensor:
         if self.training:
-            pixels = self._moved(pixels)
+            pixels = self._move(pixels)
         return self.net(pixels.float() / 127.5 - 1)  # type: ignore[no-any-return]
 
-    def _moved(self, pixels: Tensor) -> Tensor:
+    def _move(self, pixels: Tensor) -> Tensor:
         """Every image moved by up to an eighth of its side, its edge repeated, and mirrored or not."""
         rows, _, _, size = pixels.shape
         reach, device = size // 8, pixels.device
@@ -115,10 +115,10 @@ class AudioBody(Body):
         self.features = self.net.features
 
     def forward(self, samples: Tensor) -> Tensor:
-        return self.net(self._log_mel(samples))  # type: ignore[no-any-return]
+        return self.net(self._compute_log_mel(samples))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _log_mel(self, samples: Tensor) -> Tensor:
+    def _compute_log_mel(self, samples: Tensor) -> Tensor:
         """(rows, 1, 40, frames) in float32 whatever the autocast: squares of small numbers need it."""
         with torch.autocast(samples.device.type, enabled=False):
             waves = samples.float() / 2**15
@@ -134,7 +134,7 @@ class ResNet(nn.Module):
 
     def __init__(self, channels: int, *, shrink: int) -> None:
         super().__init__()
-        self.stem = _convolution(channels, 32, stride=2 if shrink == 4 else 1)
+        self.stem = _make_convolution(channels, 32, stride=2 if shrink == 4 else 1)
         self.pool = nn.Identity() if shrink == 1 else nn.MaxPool2d(3, 2, padding=1)
         self.blocks = nn.Sequential(
             ResidualBlock(32, 32, stride=1), ResidualBlock(32, 64, stride=2), ResidualBlock(64, 128, stride=2)
@@ -151,21 +151,21 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int, out_channels: int, *, stride: int) -> None:
         super().__init__()
-        self.first = _convolution(channels, out_channels, stride=stride)
-        self.second = _convolution(out_channels, out_channels)
+        self.first = _make_convolution(channels, out_channels, stride=stride)
+        self.second = _make_convolution(out_channels, out_channels)
         same = stride == 1 and channels == out_channels
-        self.shortcut = nn.Identity() if same else _convolution(channels, out_channels, kernel=1, stride=stride)
+        self.shortcut = nn.Identity() if same else _make_convolution(channels, out_channels, kernel=1, stride=stride)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.relu(self.second(F.relu(self.first(images))) + self.shortcut(images))
 
 
-def _convolution(channels: int, out_channels: int, *, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+def _make_convolution(channels: int, out_channels: int, *, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     convolution = nn.Conv2d(channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
 
 
-def _small_embeddings(table: nn.Embedding | nn.EmbeddingBag) -> None:
+def _shrink_embeddings(table: nn.Embedding | nn.EmbeddingBag) -> None:
     nn.init.normal_(table.weight, std=0.1)
     with torch.no_grad():
         table.weight[0] = 0

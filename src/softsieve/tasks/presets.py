@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 import wave
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ import numpy as np
 
 from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.files import read_bytes, read_lines, read_text
+from softsieve.tasks.files import parse_json, read_bytes, read_lines, read_text
 from softsieve.tasks.read import hold_out, read_data
 from softsieve.tasks.tables import read_conll, read_table
 
@@ -30,11 +29,7 @@ class Preset(NamedTuple):
 
 
 def load_preset(name: str, data_dir: str | Path) -> Data:
-    """The data set `name` of `PRESETS`, from its sub-folder of `data_dir`. What has no validation part gets one.
-
-    Raises:
-        InputError: naming the folder or file that is missing or not what it should be.
-    """
+    """The data set `name` of `PRESETS`, from its sub-folder of `data_dir`. What has no validation part gets one."""
     if name not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, found {name!r}")
     folder = Path(data_dir) / PRESETS[name].folder
@@ -48,23 +43,20 @@ def load_preset(name: str, data_dir: str | Path) -> Data:
         raise InputError(f"{folder}: files not as expected for {name} ({type(error).__name__}: {error})") from None
 
 
-def _data(kind: str, train: _Rows, validation: _Rows | None, test: _Rows, labels: list[str] | None = None) -> Data:
-    held_out = None if validation is None else _examples(validation)
-    return Data("", kind, _examples(train), held_out, _examples(test), labels)
+def _make_data(kind: str, train: _Rows, validation: _Rows | None, test: _Rows, labels: list[str] | None = None) -> Data:
+    held_out = None if validation is None else _make_examples(validation)
+    return Data("", kind, _make_examples(train), held_out, _make_examples(test), labels)
 
 
-def _examples(rows: _Rows) -> Examples:
+def _make_examples(rows: _Rows) -> Examples:
     inputs, labels, where = zip(*rows, strict=True)
     return Examples(list(inputs), list(labels), list(where))
 
 
-def _with_validation(data: Data, *, one_in: int = 10, keep_labels: bool = True) -> Data:
+def _add_validation(data: Data, *, one_in: int = 10, keep_labels: bool = True) -> Data:
     """With one in so many of the training rows held out, always the same ones."""
     train, validation = hold_out(data, max(1, len(data.train.inputs) // one_in), seed=0, keep_labels=keep_labels)
     return data._replace(train=train, validation=validation)
-
-
-# Text
 
 
 def _sst5(folder: Path) -> Data:
@@ -74,17 +66,13 @@ def _sst5(folder: Path) -> Data:
 def _clinc150(folder: Path) -> Data:
     """The 150 intents and, as one more, what is out of scope ("oos")."""
     path = folder / "data_full.json.gz"
-    text = read_text(path)
-    try:
-        splits = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: invalid JSON ({first_line(error)})") from None
+    splits = parse_json(read_text(path), path)
 
     def rows(part: str) -> _Rows:
         both = (part, f"oos_{part}")
         return [(*row, f"{path}:{name}:{i + 1}") for name in both for i, row in enumerate(splits[name])]
 
-    return _data("text", rows("train"), rows("val"), rows("test"))
+    return _make_data("text", rows("train"), rows("val"), rows("test"))
 
 
 def _goemotions(folder: Path) -> Data:
@@ -94,7 +82,7 @@ def _goemotions(folder: Path) -> Data:
         fields = [(where, line.split("\t")) for where, line in read_lines(folder / f"{part}.tsv.gz")]
         return [(text, [names[int(i)] for i in ids.split(",")], where) for where, (text, ids, _) in fields]
 
-    return _data("multilabel", rows("train"), rows("dev"), rows("test"), names)
+    return _make_data("multilabel", rows("train"), rows("dev"), rows("test"), names)
 
 
 def _reuters(folder: Path) -> Data:
@@ -104,28 +92,22 @@ def _reuters(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
         table = read_table(folder / f"{part}.jsonl.gz")
         columns = [table.columns[name] for name in ("title", "text", "topics")]
-        found = []
         for where, title, text, has in zip(table.where, *columns, strict=True):
-            kept = [topic for topic in has if topic in topics]
-            if kept:
-                found.append((f"{title}\n{text}".strip(), kept, where))
-        return found
+            if kept := [topic for topic in has if topic in topics]:
+                yield f"{title}\n{text}".strip(), kept, where
 
-    return _with_validation(_data("multilabel", rows("train"), None, rows("test"), topics))
-
-
-# Tokens
+    return _add_validation(_make_data("multilabel", rows("train"), None, rows("test"), topics))
 
 
 def _conll2003(folder: Path) -> Data:
     def part(name: str) -> Examples:
         examples = read_conll(folder / f"{name}.txt.gz")
-        return examples._replace(labels=[_bio(tags) for tags in examples.labels])
+        return examples._replace(labels=[_mark_beginnings(tags) for tags in examples.labels])
 
     return Data("", "tokens", part("train"), part("valid"), part("test"))
 
 
-def _bio(tags: list[str]) -> list[str]:
+def _mark_beginnings(tags: list[str]) -> list[str]:
     """IOB1 tags, where only an entity that touches one of its own type begins with B-, with every beginning marked."""
     before = ["O", *tags]
     begins = [tag[:2] == "I-" and last[1:] != tag[1:] for last, tag in zip(before, tags, strict=False)]
@@ -150,39 +132,33 @@ def _sighan15(folder: Path) -> Data:
             raise InputError(f"{where}: expected two texts of one length, found {len(error)} and {len(correct)}")
     every_row = train + test + rows("test13", "test14")
     characters = {character for error, correct, _ in every_row for character in (*error, *correct)}
-    return _with_validation(_data("tokens", train, None, test, sorted(characters)), keep_labels=False)
-
-
-# Images and sounds
+    return _add_validation(_make_data("tokens", train, None, test, sorted(characters)), keep_labels=False)
 
 
 def _mnist(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
         images, labels = (folder / f"{part}-{what}-ubyte.gz" for what in ("images-idx3", "labels-idx1"))
-        pixels, digits = _idx(images, 3), _idx(labels, 1)
+        pixels, digits = _read_idx(images, 3), _read_idx(labels, 1)
         if len(pixels) != len(digits):
             raise InputError(f"{labels}: expected {len(pixels)} labels, one an image, found {len(digits)}")
         places = [f"{images}:{i + 1}" for i in range(len(pixels))]
         return zip(pixels, map(str, digits), places, strict=True)
 
-    return _with_validation(_data("image", rows("train"), None, rows("t10k")), one_in=12)
+    return _add_validation(_make_data("image", rows("train"), None, rows("t10k")), one_in=12)
 
 
-def _idx(path: Path, dimensions: int) -> Any:
+def _read_idx(path: Path, dimensions: int) -> Any:
     """The bytes of an IDX file, an array of that many dimensions."""
     content = read_bytes(path)
     header = np.frombuffer(content[: 4 + 4 * dimensions], ">i4")
-    if (
-        len(header) <= dimensions
-        or header[0] != 0x800 + dimensions
-        or len(content) != header.nbytes + header[1:].prod()
-    ):
+    short = len(header) <= dimensions
+    if short or header[0] != 0x800 + dimensions or len(content) != header.nbytes + header[1:].prod():
         raise InputError(f"{path}: not an IDX file of bytes in {dimensions} dimensions")
     return np.frombuffer(content, np.uint8, offset=header.nbytes).reshape(header[1:]).copy()
 
 
 def _eurosat(folder: Path) -> Data:
-    files = _archive(folder / "images.tar.xz")
+    files = _read_archive(folder / "images.tar.xz")
     table = read_table(folder / "splits.tsv")
     columns = [table.columns[name] for name in ("file", "class", "split")]
     splits: dict[str, list[tuple[Any, str, str]]] = {"train": [], "validation": [], "test": []}
@@ -190,15 +166,15 @@ def _eurosat(folder: Path) -> Data:
         if name not in files:
             raise InputError(f"{where}: no file {name} in {folder / 'images.tar.xz'}")
         splits[split].append((files[name], label, f"{folder / 'images.tar.xz'}:{name}"))
-    return _data("image", splits["train"], splits["validation"], splits["test"])
+    return _make_data("image", splits["train"], splits["validation"], splits["test"])
 
 
 def _cifar10(folder: Path) -> Data:
     def rows(part: str) -> _Rows:
         archive = folder / f"{part}.tar.xz"
-        return [(content, name.split("/")[1], f"{archive}:{name}") for name, content in _archive(archive).items()]
+        return [(content, name.split("/")[1], f"{archive}:{name}") for name, content in _read_archive(archive).items()]
 
-    return _with_validation(_data("image", rows("train"), None, rows("test")))
+    return _add_validation(_make_data("image", rows("train"), None, rows("test")))
 
 
 def _fsdd(folder: Path) -> Data:
@@ -206,14 +182,14 @@ def _fsdd(folder: Path) -> Data:
     train: list[tuple[Any, str, str]] = []
     test: list[tuple[Any, str, str]] = []
     archive = folder / "recordings.tar.xz"
-    for name, content in _archive(archive).items():
+    for name, content in _read_archive(archive).items():
         digit, _, index = Path(name).stem.split("_")
         where = f"{archive}:{name}"
-        (test if int(index) < 5 else train).append((_samples(content, where), digit, where))
-    return _with_validation(_data("audio", train, None, test))
+        (test if int(index) < 5 else train).append((_read_wave(content, where), digit, where))
+    return _add_validation(_make_data("audio", train, None, test))
 
 
-def _samples(content: bytes, where: str) -> tuple[Any, int]:
+def _read_wave(content: bytes, where: str) -> tuple[Any, int]:
     try:
         with wave.open(io.BytesIO(content)) as file:
             if file.getsampwidth() != 2 or file.getnchannels() != 1:
@@ -224,7 +200,7 @@ def _samples(content: bytes, where: str) -> tuple[Any, int]:
         raise InputError(f"{where}: not a .wav file ({first_line(error)})") from None
 
 
-def _archive(path: Path) -> dict[str, bytes]:
+def _read_archive(path: Path) -> dict[str, bytes]:
     """Every file of a tar archive, by name and in the order of names."""
     content = io.BytesIO(read_bytes(path))
     try:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from softsieve import _checks
 from softsieve.errors import InputError, listed
-from softsieve.tasks.cells import input_cell
-from softsieve.tasks.columns import table_inputs
-from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, Part, Wanted, as_list, label_names
+from softsieve.extras import loaded, package
+from softsieve.tasks.columns import find_label_column, read_input, table_examples, table_inputs
+from softsieve.tasks.examples import KINDS, MEDIA, PARTS, Data, Examples, Part, Wanted, as_list, label_names, media_kind
 from softsieve.tasks.files import read_lines
-from softsieve.tasks.folders import media_files, read_file, read_folder
-from softsieve.tasks.hub import is_saved, read_hub, read_saved
-from softsieve.tasks.tables import is_conll, is_table, read_conll, read_table
+from softsieve.tasks.tables import Table, arrow_columns, is_conll, is_table, read_conll, read_table
 
 
 def read_data(
-    source: str | Path,
-    *,
-    validation: str | Path | None = None,
-    test: str | Path | None = None,
-    kind: str | None = None,
-    text_column: str | None = None,
-    label_column: str | None = None,
-    validation_share: float = 0.1,
-    seed: int = 0,
-) -> Data:
+    source: str | Path, *, validation: str | Path | None = None, test: str | Path | None = None,
+    kind: str | None = None, text_column: str | None = None, label_column: str | None = None,
+    validation_share: float = 0.1, seed: int = 0,
+) -> Data:  # fmt: skip
     """A data set from a file, a folder, or the name of a Hugging Face data set.
 
     Files are .csv, .tsv (read without quoting), .jsonl, .parquet and, for tokens, CoNLL-style .conll or .txt; all but
@@ -66,11 +60,14 @@ def read_data(
     wanted = wanted._replace(kind=train.kind)  # what training is, the other parts must be
     rest: dict[str, Examples | None] = {}
     for name, own in (("validation", validation), ("test", test)):
-        part = parts.get(name) if own is None else _one_part(own, name, wanted)
+        part = parts.get(name) if own is None else _read_part(own, name, wanted)
         if part is not None and part.kind != train.kind:
             raise InputError(f"{part.examples.where[0]}: expected {train.kind} as in training, found {part.kind}")
         rest[name] = None if part is None else part.examples
-    data = Data(_name(source), train.kind, train.examples, rest["validation"], rest["test"], train.labels)
+    path = Path(source)
+    name = Path(path.name.removesuffix(".gz")).stem if path.is_file() else path.resolve().name
+    name = name if path.exists() else str(source)
+    data = Data(name, train.kind, train.examples, rest["validation"], rest["test"], train.labels)
     _check_labels(data, str(source))
     if data.validation is None and validation_share > 0:
         kept, held_out = hold_out(data, max(1, round(validation_share * len(data.train.inputs))), seed=seed)
@@ -98,7 +95,7 @@ def read_inputs(
     _check_columns(text_column, label_column)
     path, wanted = _checks.path("source", source), Wanted(kind, text_column, label_column)
     if path.is_dir() and kind in MEDIA:
-        files = media_files(path, (kind,))
+        files = _list_media(path, (kind,))
         if files:
             wanted.expect_no_columns(path)
             return Examples(files, [], [str(file) for file in files])
@@ -107,14 +104,14 @@ def read_inputs(
         return read_conll(path, tags=False) if kind == "tokens" else line_inputs(read_lines(path), kind, path.parent)
     if path.is_file() and is_table(path):
         return table_inputs(read_table(path), kind, wanted)
-    return _one_part(source, "test", wanted).examples
+    return _read_part(source, "test", wanted).examples
 
 
 def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path()) -> Examples:
     """Examples without labels from places and lines: texts, words between spaces, or names of files in the folder."""
     examples = Examples([], [], [])
     for where, line in lines:
-        examples.inputs.append(input_cell(line.split() if kind == "tokens" else line, kind, where, folder))
+        examples.inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
         examples.where.append(where)
     return examples
 
@@ -125,24 +122,19 @@ def _check_columns(text_column: str | None, label_column: str | None) -> None:
             raise TypeError(f"{name}: expected the name of a column, found {type(value).__name__}")
 
 
-def _name(source: str | Path) -> str:
-    path = Path(source)
-    if path.is_file():
-        return Path(path.name.removesuffix(".gz")).stem
-    return path.resolve().name if path.is_dir() else str(source)
-
-
 def _read(source: str | Path, wanted: Wanted) -> dict[str, Part]:
     """The parts of a source by name, "train" always; a single file is all training."""
     path = Path(source)
     if path.is_file():
-        return {"train": read_file(path, wanted)}
-    if path.is_dir():
-        return read_saved(path, wanted) if is_saved(path) else read_folder(path, wanted)
-    return read_hub(str(source), wanted)
+        return {"train": _read_file(path, wanted)}
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():  # what `save_to_disk` wrote
+        datasets = package("datasets", "a Hugging Face data set")
+        saved = loaded(lambda: datasets.load_from_disk(str(path)), f"{path}: damaged Hugging Face data set")
+        return _read_splits(str(path), saved, wanted)
+    return _read_folder(path, wanted) if path.is_dir() else _read_hub(str(source), wanted)
 
 
-def _one_part(source: str | Path, name: str, wanted: Wanted) -> Part:
+def _read_part(source: str | Path, name: str, wanted: Wanted) -> Part:
     """The part of that name, or the only one, of a source the caller gave for it."""
     parts = _read(source, wanted)
     if name not in parts and len(parts) != 1:
@@ -157,16 +149,150 @@ def _check_labels(data: Data, source: str) -> None:
     least = 1 if data.kind == "multilabel" else 2  # any number of labels a row: one of them may be there or not
     if len(seen) < least:
         raise InputError(f"{source}: expected at least {least} classes to train on, found {sorted(seen)}")
-    for part in (data.validation, data.test):
-        if part is None:
-            continue
+    for part in filter(None, (data.validation, data.test)):
         for where, labels in zip(part.where, part.labels, strict=True):
-            for label in as_list(labels):
-                if label not in known:
-                    raise InputError(f"{where}: label {label!r} does not occur in the training data")
+            if unknown := [label for label in as_list(labels) if label not in known]:
+                raise InputError(f"{where}: label {unknown[0]!r} does not occur in the training data")
 
 
-# Validation rows
+def _read_file(path: Path, wanted: Wanted) -> Part:
+    """The examples of a table or of a CoNLL-style file."""
+    if is_table(path):
+        return table_examples(read_table(path), wanted)
+    if not is_conll(path):
+        expected = ".csv, .tsv, .jsonl, .conll, .txt (or .gz of these) or .parquet"
+        raise InputError(f"{path}: expected a file {expected}, found {''.join(path.suffixes[-2:]) or 'no extension'}")
+    if wanted.kind not in (None, "tokens"):
+        raise InputError(f"{path}: such a file holds tokens, a word and a tag a line, not {wanted.kind}")
+    wanted.expect_no_columns(path)
+    return Part("tokens", read_conll(path))
+
+
+def _read_folder(folder: Path, wanted: Wanted) -> dict[str, Part]:
+    """The parts of a folder by name, "train" always: files train.csv, ..., or folders of images or sounds."""
+    files = _group_by_part([path for path in folder.iterdir() if path.is_file() and (is_table(path) or is_conll(path))])
+    if "train" in files:
+        return {part: _read_file(path, wanted) for part, path in files.items()}
+    folders = _list_folders(folder)
+    names = {path.name for path in folders}
+    if "train" in names and names <= {alias for aliases in PARTS.values() for alias in aliases}:
+        return {part: _read_classes(path, wanted) for part, path in _group_by_part(folders).items()}
+    return {"train": _read_classes(folder, wanted)}
+
+
+def _group_by_part(paths: list[Path]) -> dict[str, Path]:
+    """The path of each part that has one, told by its name up to the first dot."""
+    parts = {}
+    for part, aliases in PARTS.items():
+        own = sorted(path for path in paths if path.name.split(".")[0] in aliases)
+        if len(own) > 1:
+            names = listed(path.name for path in own)
+            raise InputError(f"{own[0].parent}: expected one {part} part, found {names}")
+        if own:
+            parts[part] = own[0]
+    return parts
+
+
+def _list_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+
+
+def _list_media(folder: Path, kinds: Collection[str]) -> list[Path]:
+    """The files of those kinds in a folder, but for hidden ones: macOS puts a ._1.png beside 1.png."""
+    inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return [path for path in inside if media_kind(path.name) in kinds]
+
+
+def _read_classes(folder: Path, wanted: Wanted) -> Part:
+    """A folder that holds a folder of images or sounds per class."""
+    if wanted.kind not in (None, *MEDIA):
+        raise InputError(f"{folder}: expected a file train.csv (.tsv, .jsonl, ...) for {wanted.kind}, found none")
+    classes = _list_folders(folder)
+    if not classes:
+        raise InputError(
+            f"{folder}: expected a folder per class or a file train.csv (.tsv, .jsonl, ...), found neither"
+        )
+    wanted.expect_no_columns(folder)
+    kinds = tuple(MEDIA) if wanted.kind is None else (wanted.kind,)
+    examples = Examples([], [], [])
+    present: set[str | None] = set()
+    for class_folder in classes:
+        files = _list_media(class_folder, kinds)
+        if not files:
+            expected = ", ".join(extension for kind in kinds for extension in MEDIA[kind])
+            raise InputError(f"{class_folder}: expected files {expected}, found none")
+        examples.inputs.extend(files)
+        examples.labels.extend([class_folder.name] * len(files))
+        examples.where.extend(map(str, files))
+        present.update(media_kind(path.name) for path in files)
+    if len(present) > 1:
+        raise InputError(f"{folder}: expected images or sounds, found both; say which kind to read")
+    return Part(str(present.pop()), examples)
+
+
+def _read_hub(source: str, wanted: Wanted) -> dict[str, Part]:
+    """A data set by its name: "name", "user/name", with its configuration behind ":" or "/"."""
+    name, _, config = source.partition(":")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){0,2}", name) or is_table(Path(source)) or is_conll(Path(source)):
+        raise InputError(f"{source}: no such file or folder")
+    datasets = package("datasets", f"{source}: no such file or folder; a Hugging Face data set")
+    if name.count("/") == 2 and not config:
+        name, _, config = name.rpartition("/")
+
+    def load() -> Any:
+        try:
+            return datasets.load_dataset(name, config or None)
+        except datasets.exceptions.DatasetNotFoundError:
+            if config or "/" not in name:
+                raise
+            return datasets.load_dataset(*name.split("/"))  # "glue/sst2" is a configuration, not a user's
+
+    return _read_splits(source, loaded(load, f"{source}: neither a file or folder nor a data set to load"), wanted)
+
+
+def _read_splits(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
+    splits = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
+    if len(splits) == 1:
+        splits = {"train": next(iter(splits.values()))}
+    parts = {}
+    for part, aliases in PARTS.items():
+        split = next((name for name in aliases if name in splits), None)
+        if split is None:
+            continue
+        table = _make_table(f"{source}:{split}", splits[split])
+        withheld = all(value is None for value in table.columns[find_label_column(table, wanted)])
+        if part == "train" or not withheld:  # benchmarks publish tests without their labels
+            parts[part] = table_examples(table, wanted)
+    if "train" not in parts:
+        raise InputError(f"{source}: expected a split 'train', found {listed(splits)}")
+    return parts
+
+
+def _make_table(place: str, dataset: Any) -> Table:
+    """A split with its class numbers turned into names."""
+    datasets = package("datasets", "a Hugging Face data set")
+    if not len(dataset):
+        raise InputError(f"{place}: no rows")
+    complaint = f"{place}: damaged Hugging Face data set"
+    columns = loaded(lambda: arrow_columns(dataset.with_format("arrow")[:]), complaint)
+    media, names = {}, {}
+    for column, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image | datasets.Audio):
+            media[column] = "image" if isinstance(feature, datasets.Image) else "audio"
+        inner = getattr(feature, "feature", feature)  # of a list
+        if isinstance(inner, datasets.ClassLabel):
+            if not all(isinstance(name, str) for name in inner.names):
+                raise InputError(f"{place}: {column}: expected names of classes, found {listed(inner.names)}")
+            names[column] = [name.strip() for name in inner.names]
+            columns[column] = [_name_classes(value, names[column]) for value in columns[column]]
+    return Table(place, columns, [f"{place}:{row + 1}" for row in range(len(dataset))], media=media, names=names)
+
+
+def _name_classes(value: Any, names: list[str]) -> Any:
+    """The name of a class number, None for none (-1); of a list, of each."""
+    if isinstance(value, list):
+        return [_name_classes(one, names) for one in value]
+    return names[value] if value is not None and 0 <= value < len(names) else None
 
 
 def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> tuple[Examples, Examples]:
@@ -187,7 +313,7 @@ def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> 
         extra = set(largest[: count - sum(whole for whole, _ in quota.values())])
         chosen = {row for label, rows in by_class.items() for row in rows[: quota[label][0] + (label in extra)]}
     else:
-        chosen = _spare_rows(train, order, min(count, len(order) - 1), keep_labels)
+        chosen = _draw_rows(train, order, min(count, len(order) - 1), keep_labels)
     if not chosen:
         raise InputError(
             f"{train.where[0]}: too few rows ({len(order)}) to hold any out for validation; "
@@ -200,7 +326,7 @@ def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> 
     return pick([row for row in range(len(order)) if row not in chosen]), pick(sorted(chosen))
 
 
-def _spare_rows(train: Examples, order: list[int], count: int, keep_labels: bool) -> set[int]:
+def _draw_rows(train: Examples, order: list[int], count: int, keep_labels: bool) -> set[int]:
     """The first `count` rows of `order`; with `keep_labels`, of those whose labels training has elsewhere too."""
     if not keep_labels:
         return set(order[:count])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from softsieve.errors import InputError, first_line, listed, shown
 from softsieve.extras import package
 from softsieve.tasks.examples import Examples
-from softsieve.tasks.files import read_bytes, read_lines, read_text
+from softsieve.tasks.files import parse_json, read_bytes, read_lines, read_text
 
 
 class Table(NamedTuple):
@@ -112,10 +111,7 @@ def _read_delimited(path: Path) -> Table:
 def _read_jsonl(path: Path) -> Table:
     rows, where = [], []
     for place, line in read_lines(path):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{place}: invalid JSON ({first_line(error)})") from None
+        row = parse_json(line, place)
         if not isinstance(row, dict):
             raise InputError(f"{place}: expected a JSON object, found {type(row).__name__}")
         rows.append(row)
@@ -130,16 +126,18 @@ def _read_parquet(path: Path) -> Table:
         # Without threads, which some versions fail to end with the program.
         source = parquet.ParquetFile(arrow.BufferReader(read_bytes(path)), pre_buffer=False)
         table = source.read(use_threads=False)
-        table.validate(full=True)  # what was read may point anywhere
-        columns = {name: table.column(name).to_pylist() for name in table.column_names}
+        columns = arrow_columns(table)
     except (arrow.ArrowException, OSError, KeyError, OverflowError, ValueError) as error:
         raise InputError(f"{path}: not a parquet file ({first_line(error)})") from None
     return Table(str(path), columns, [f"{path}:{row + 1}" for row in range(table.num_rows)], path.parent)
 
 
+def arrow_columns(table: Any) -> dict[str, list[Any]]:
+    """All cells of an Arrow table as they are stored: images and sounds are not decoded."""
+    table.validate(full=True)  # what was read may point anywhere
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
 _TABLES: dict[str, Callable[[Path], Table]] = {
-    ".csv": _read_delimited,
-    ".tsv": _read_delimited,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+    ".csv": _read_delimited, ".tsv": _read_delimited, ".jsonl": _read_jsonl, ".parquet": _read_parquet,
+}  # fmt: skip

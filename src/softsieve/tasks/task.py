@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from softsieve._files import replace_file
-from softsieve.errors import InputError, first_line
+from softsieve.errors import InputError, first_line, shown
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
 from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
-from softsieve.tasks.examples import KINDS, Data, Examples, as_list, label_names
-from softsieve.tasks.files import read_text
+from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, as_list, label_names
+from softsieve.tasks.files import parse_json, read_text
 from softsieve.tasks.hf import PretrainedEncoder
-from softsieve.tasks.metrics import IGNORED, class_metrics, multilabel_metrics, token_metrics
+from softsieve.tasks.metrics import class_metrics, multilabel_metrics, token_metrics
 from softsieve.tasks.models import Classifier
-from softsieve.training.rows import Rows
+from softsieve.tasks.rows import IGNORED, Rows
 
 FORMAT = 1
 FILE = "task.json"
@@ -29,11 +29,9 @@ MOST_LABELS = 2**20
 
 
 class TokenRows(Rows):
-    """Rows of tokens that know where their words are.
+    """Rows of tokens that know the position of every word, -1 for one that was not read, and its label, -100 for none.
 
-    Args:
-        words: (rows, words) the position of every word, -1 for one that was not read.
-        labels: (rows, words) the label of every word, -100 where there is none.
+    Both are (rows, words).
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], target: Tensor, *, words: Tensor, labels: Tensor, **more: Any):
@@ -59,40 +57,31 @@ class Task:
     """
 
     def __init__(
-        self,
-        kind: str,
-        labels: list[str],
-        encoder: Encoder,
-        *,
-        filler: int = 0,
-        objective: Objective | None = None,
+        self, kind: str, labels: list[str], encoder: Encoder, *, filler: int = 0, objective: Objective | None = None,
         workers: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind, self.labels, self.encoder = kind, labels, encoder
         self.filler, self.objective, self.workers = filler, objective, workers
 
     @classmethod
     def build(cls, data: Data, *, model: str | None = None, max_length: int = 128, workers: int = 0) -> Task:
-        """The task of learning this data.
+        """The task of learning this data; the label set and sizes come from its training part.
 
         Args:
-            data: what to learn; the label set and sizes come from its training part.
+            data: what to learn.
             model: name or folder of a Hugging Face encoder; None for the small built-in model.
             max_length: how many words of a text the model sees, or tokens if it is a Hugging Face one.
             workers: threads that decode images and sounds.
-
-        Raises:
-            InputError: if the model cannot be loaded or does not go with this kind of data, or an input is unreadable.
         """
         low, high = LENGTH["max_length"]
         if not low <= max_length <= high:
             raise InputError(f"max_length: expected a whole number from {low} to {high}, found {max_length}")
         if model is None:
             encoder = built_in(data.kind, data.train, max_length)
-        elif data.kind in ("image", "audio"):
+        elif data.kind in MEDIA:
             raise InputError(f"model {model}: for {data.kind} there is only the built-in model")
         else:
-            encoder = PretrainedEncoder.named(model, max_length=max_length, per_word=data.kind == "tokens")
+            encoder = PretrainedEncoder.load(model, max_length=max_length, per_word=data.kind == "tokens")
         labels = label_names(data)
         filler = 0
         if data.kind == "tokens":
@@ -106,30 +95,26 @@ class Task:
         return self.kind == "multilabel"
 
     def rows(self, examples: Examples) -> Rows:
-        """The examples as tensors. Without labels (an empty list) they are good for prediction only.
-
-        Raises:
-            InputError: naming the place of an unknown label or an unreadable input.
-        """
+        """The examples as tensors. Without labels (an empty list) they are good for prediction only."""
         encoded = self.encoder.encode(examples, workers=self.workers)
         if encoded.words is not None:
             return self._token_rows(encoded, encoded.words.long(), examples)
         classes = self._classes(examples)
         if self.multilabel:
             target = torch.zeros(len(examples.inputs), len(self.labels), dtype=torch.bool)
-            for row, found in enumerate(classes):
-                target[row, found] = True
+            for row, numbers in enumerate(classes):
+                target[row, numbers] = True
         else:
-            target = torch.tensor([found[0] for found in classes])
+            target = torch.tensor([numbers[0] for numbers in classes])
         return Rows(encoded.inputs, target, lengths=encoded.lengths, sequences=encoded.sequences)
 
     def _token_rows(self, encoded: Encoded, words: Tensor, examples: Examples) -> TokenRows:
         labels = torch.full(words.shape, IGNORED)
-        for row, found in enumerate(self._classes(examples)):
+        for row, numbers in enumerate(self._classes(examples)):
             count = len(examples.inputs[row])
-            if len(found) != count:
-                raise InputError(f"{examples.where[row]}: expected {count} labels, one a word, found {len(found)}")
-            labels[row, :count] = torch.tensor(found, dtype=torch.long)
+            if len(numbers) != count:
+                raise InputError(f"{examples.where[row]}: expected {count} labels, one a word, found {len(numbers)}")
+            labels[row, :count] = torch.tensor(numbers, dtype=torch.long)
         positions = encoded.inputs[encoded.sequences[0]].shape[1]
         target = torch.full((len(words), positions), IGNORED)
         read = (words >= 0).nonzero(as_tuple=True)
@@ -161,8 +146,6 @@ class Task:
             raise ValueError("empty_model: expected a task that was loaded, found one that was built")
         return self.model(self.objective)
 
-    # What a model says
-
     def decide(self, logits: Tensor) -> Tensor:
         """Classes (...) of logits (..., classes), flags (..., classes) for multi-label; of a batch, where it is."""
         return logits > 0 if self.multilabel else logits.argmax(-1)
@@ -189,18 +172,14 @@ class Task:
             return [[self.labels[i] for i in row.nonzero().flatten().tolist()] for row in decided]
         if self.kind == "tokens":
             counted = target != IGNORED
-            return [
-                [self.labels[i] for i in row[is_word].tolist()] for row, is_word in zip(decided, counted, strict=True)
-            ]
+            words = (row[is_word].tolist() for row, is_word in zip(decided, counted, strict=True))
+            return [[self.labels[i] for i in numbers] for numbers in words]
         return [self.labels[i] for i in decided.tolist()]
-
-    # On disk
 
     def save(self, folder: Path, objective: Objective) -> None:
         """Write task.json, and the tokenizer where there is one; no weights."""
         folder.mkdir(parents=True, exist_ok=True)
-        pretrained = isinstance(self.encoder, PretrainedEncoder)
-        if isinstance(self.encoder, PretrainedEncoder):
+        if pretrained := isinstance(self.encoder, PretrainedEncoder):
             self.encoder.save(folder)
         registry = MULTI_LABEL if self.multilabel else SINGLE_LABEL
         names = {kind: name for name, kind in registry.items()}
@@ -218,77 +197,44 @@ class Task:
 
     @classmethod
     def load(cls, folder: Path) -> Task:
-        """The task of a folder that `save` wrote.
+        """The task of a folder that `save` wrote; an `InputError` names the field that is not as expected."""
+        path = folder / FILE
+        content = parse_json(read_text(path), path)
 
-        Raises:
-            InputError: naming the file and the field that is not as expected.
-        """
-        saved = _Saved.read(folder / FILE)
-        saved.number("format", FORMAT, FORMAT)
-        kind = saved.choice("kind", KINDS)
-        labels = saved.labels()
-        filler = saved.number("filler", 0, len(labels) - 1)
-        pretrained = saved.choice("model", ("built-in", "pretrained")) == "pretrained"
-        if pretrained and kind in ("image", "audio"):
-            raise InputError(f"{saved.path}: model: expected 'built-in' for {kind}, found 'pretrained'")
+        def field(name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+            value = content
+            for part in name.split(".") if name else ():
+                value = value.get(part)
+            if not fits(value):
+                raise InputError(f"{path}: {name + ': ' if name else ''}expected {expected}, found {shown(value)}")
+            return value
+
+        def whole(name: str, low: int, high: int) -> int:
+            expected = f"{low}" if low == high else f"a whole number from {low} to {high}"
+            return field(name, expected, lambda value: type(value) is int and low <= value <= high)  # type: ignore[no-any-return]
+
+        def choice(name: str, allowed: tuple[str, ...]) -> str:
+            return field(name, f"one of {', '.join(allowed)}", lambda value: value in allowed)  # type: ignore[no-any-return]
+
+        for name in ("", "encoder", "objective"):
+            field(name, "an object", lambda value: isinstance(value, dict))
+        whole("format", FORMAT, FORMAT)
+        kind = choice("kind", KINDS)
+        field("labels", "a list of names", lambda value: type(value) is list and all(type(one) is str for one in value))
+        several = f"1 to {MOST_LABELS} different names"
+        labels = field("labels", several, lambda value: 1 <= len(value) <= MOST_LABELS and len({*value}) == len(value))
+        filler = whole("filler", 0, len(labels) - 1)
+        pretrained = choice("model", ("built-in", "pretrained")) == "pretrained"
+        if pretrained and kind in MEDIA:
+            raise InputError(f"{path}: model: expected 'built-in' for {kind}, found 'pretrained'")
         encoder_type = PretrainedEncoder if pretrained else BUILT_IN[kind]
-        settings = saved.part("encoder")
-        chosen = {name: settings.number(name, *span) for name, span in encoder_type.settings.items()}
+        settings = {name: whole(f"encoder.{name}", *span) for name, span in encoder_type.settings.items()}
         if pretrained:
-            encoder: Encoder = PretrainedEncoder.load(folder, per_word=kind == "tokens", **chosen)
+            encoder: Encoder = PretrainedEncoder.load(folder, per_word=kind == "tokens", **settings)
         else:
-            encoder = encoder_type(**chosen)
-        options = saved.part("objective")
+            encoder = encoder_type(**settings)
         try:
-            objective = make_objective(multilabel=kind == "multilabel", **options.content)
+            objective = make_objective(multilabel=kind == "multilabel", **content["objective"])
         except (TypeError, ValueError, ImportError) as error:
-            raise InputError(f"{saved.path}: objective: {first_line(error)}") from None
+            raise InputError(f"{path}: objective: {first_line(error)}") from None
         return cls(kind, labels, encoder, filler=filler, objective=objective)
-
-
-class _Saved:
-    """A JSON object of a file, read with suspicion."""
-
-    def __init__(self, path: Path, content: Any, prefix: str = "") -> None:
-        self.path, self.prefix = path, prefix
-        if not isinstance(content, dict):
-            raise self._error("", "an object", content)
-        self.content: dict[str, Any] = content
-
-    @classmethod
-    def read(cls, path: Path) -> _Saved:
-        text = read_text(path)
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not JSON ({error})") from None
-        return cls(path, content)
-
-    def _error(self, name: str, expected: str, found: object) -> InputError:
-        shown = repr(found)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        field = f"{self.prefix}{name}".strip(".")
-        return InputError(f"{self.path}: {field + ': ' if field else ''}expected {expected}, found {shown}")
-
-    def part(self, name: str) -> _Saved:
-        return _Saved(self.path, self.content.get(name), f"{self.prefix}{name}.")
-
-    def number(self, name: str, low: int, high: int) -> int:
-        value = self.content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._error(name, f"{low}" if low == high else f"a whole number from {low} to {high}", value)
-        return value
-
-    def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        value = self.content.get(name)
-        if not isinstance(value, str) or value not in allowed:
-            raise self._error(name, f"one of {', '.join(allowed)}", value)
-        return value
-
-    def labels(self) -> list[str]:
-        value = self.content.get("labels")
-        if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
-            raise self._error("labels", "a list of names", value)
-        if not 1 <= len(value) <= MOST_LABELS or len(set(value)) < len(value):
-            raise self._error("labels", f"1 to {MOST_LABELS} different names", value)
-        return value

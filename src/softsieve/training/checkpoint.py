@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from softsieve.training.loop import Trainer
 
 FORMAT = 1
-FREE = ("save_steps", "save_total_limit", "logging_steps")  # settings that may differ when a run is resumed
+MAY_DIFFER = ("save_steps", "save_total_limit", "logging_steps")  # settings of a resumed run
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DIGEST = "digest"  # of the rest of a state
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``folder`` with what ``fill`` writes into the path it is given, or leave everything as it was.
-
-    Raises:
-        InputError: when it cannot be written, a full disk for instance.
-    """
+    """Make ``folder`` with what ``fill`` writes into the path it is given, or leave everything as it was."""
     try:
         with replacing_folder(folder) as part:
             fill(part)
@@ -63,8 +59,8 @@ def save_checkpoint(
     """
 
     def fill(part: Path) -> None:
-        text = json.dumps({"format": FORMAT, **state})
-        (part / "state.json").write_text(json.dumps({**json.loads(text), _DIGEST: _digest(json.loads(text))}))
+        content = json.loads(json.dumps({"format": FORMAT, **state}))
+        (part / "state.json").write_text(json.dumps({**content, _DIGEST: _digest(content)}))
         for name, tensors in files.items():
             save_tensors(part / f"{name}.safetensors", tensors)
 
@@ -103,25 +99,16 @@ def checkpoints(output: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for path, match in steps.items() if match)]
 
 
-def check_same(path: Path, name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that do not fit a model, naming the first that does not.
-
-    Raises:
-        InputError: saying which tensor of which file is missing, too many or of another shape.
-    """
-    for key in sorted({*found, *expected}):
-        here, there = (
-            str(tuple(tensors[key].shape)) if key in tensors else absent
-            for tensors, absent in ((expected, "nothing"), (found, "missing"))
-        )
-        if here != there:
-            raise InputError(f"{path}: not a {name} of this model: {key} is {there}, expected {here}")
+def check_same(path: Path, name: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that do not fit a model, naming the first that is missing, too many or of another shape."""
+    for key in sorted({*saved, *expected}):
+        shape = str(tuple(saved[key].shape)) if key in saved else "missing"
+        wanted = str(tuple(expected[key].shape)) if key in expected else "nothing"
+        if shape != wanted:
+            raise InputError(f"{path}: not a {name} of this model: {key} is {shape}, expected {wanted}")
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
-def _no_rows() -> Tensor:
+def _empty_rows() -> Tensor:
     return torch.empty(0, dtype=torch.long)
 
 
@@ -142,25 +129,17 @@ class RunState:
     evaluation_seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)  # the evaluation of the best weights
     best_weights: dict[str, Tensor] = field(default_factory=dict)
-    queue: Tensor = field(default_factory=_no_rows)  # rows of the plan before `position` that wait for a batch
-    unreported: list[Tensor] = field(default_factory=list)  # rows trained since the sampler was told of any
+    queue: Tensor = field(default_factory=_empty_rows)  # rows of the plan before `position` that wait for a batch
+    pending: list[Tensor] = field(default_factory=list)  # rows trained since the sampler was told of any
 
-    def unreported_rows(self) -> Tensor:
-        return torch.cat([*self.unreported, _no_rows()])
-
-    def numbers(self) -> dict[str, Any]:
-        """The fields that are single numbers, which a checkpoint has as JSON."""
-        return {name: getattr(self, name) for name in NUMBERS}
+    def pending_rows(self) -> Tensor:
+        return torch.cat([*self.pending, _empty_rows()])
 
     @classmethod
     def from_checkpoint(
         cls, state: dict[str, Any], files: dict[str, dict[str, Tensor]], *, epochs: int, rows: int
     ) -> RunState:
-        """What `save_run` wrote, checked.
-
-        Raises:
-            KeyError, TypeError, ValueError: naming what is missing or cannot be of a run of so many epochs and rows.
-        """
+        """What `save_run` wrote; an error names what is missing or cannot be of a run of so many epochs and rows."""
         for name, default in NUMBERS.items():
             if isinstance(default, bool):
                 if not isinstance(state[name], bool):
@@ -173,16 +152,13 @@ class RunState:
             raise TypeError(f"best: expected numbers, found {shown(state['best'])}")
         waiting = {name: files["queue"][name] for name in ("queue", "unreported")}
         for name, value in waiting.items():
-            _checks.saved(name, value, _no_rows(), high=rows - 1, sized=False)
-        return cls(
-            **{name: state[name] for name in NUMBERS},
-            best=state["best"],
-            best_weights=files.get("best", {}),
-            queue=waiting["queue"],
-            unreported=[waiting["unreported"]],
-        )
+            _checks.saved(name, value, _empty_rows(), high=rows - 1, sized=False)
+        numbers = {name: state[name] for name in NUMBERS}
+        queue, pending = waiting.values()
+        return cls(**numbers, best=state["best"], best_weights=files.get("best", {}), queue=queue, pending=[pending])
 
 
+# The fields that are single numbers, which a checkpoint has as JSON, and their defaults.
 NUMBERS: dict[str, Any] = {entry.name: entry.default for entry in fields(RunState) if entry.default is not MISSING}
 
 
@@ -191,9 +167,9 @@ def save_run(trainer: Trainer) -> None:
     run, replica, results = trainer.state, trainer.replica, trainer.results
     results.figures(run.step)  # refuses a loss that is not finite
     sampler = trainer.sampler.state_dict()
-    # Kept aside, not reported now: what the sampler decides should not depend on when checkpoints are written.
-    unreported = run.unreported_rows()
-    rows = unreported.to(replica.device)
+    # Kept aside: what the sampler decides should not depend on when checkpoints are written.
+    pending = run.pending_rows()
+    rows = pending.to(replica.device)
     scaler = replica.accelerator.scaler
     state = {
         "settings": trainer.settings.asdict(),
@@ -205,7 +181,7 @@ def save_run(trainer: Trainer) -> None:
         "delta": getattr(replica.objective, "delta", None),
         "best": run.best,
         "scaler": None if scaler is None else scaler.state_dict(),
-        **run.numbers(),
+        **{name: getattr(run, name) for name in NUMBERS},
     }
     files = {
         "model": replica.weights(),
@@ -215,7 +191,7 @@ def save_run(trainer: Trainer) -> None:
         "random": replica.random_states(),
         "queue": {
             "queue": run.queue,
-            "unreported": unreported,
+            "unreported": pending,
             "solved": results.solved[rows],
             "loss": results.loss[rows],
         },
@@ -226,11 +202,7 @@ def save_run(trainer: Trainer) -> None:
 
 
 def restore_run(trainer: Trainer, folder: Path) -> None:
-    """Go on where a checkpoint was written.
-
-    Raises:
-        InputError: when it cannot be read or belongs to another model, other data or other settings.
-    """
+    """Go on where a checkpoint was written; refused when it belongs to another model, other data or settings."""
     state, files = load_checkpoint(folder)
     replica, results = trainer.replica, trainer.results
     try:
@@ -246,7 +218,7 @@ def restore_run(trainer: Trainer, folder: Path) -> None:
         if replica.accelerator.scaler is not None and state["scaler"] is not None:
             replica.accelerator.scaler.load_state_dict(state["scaler"])
         trainer.state = run
-        rows = run.unreported_rows().to(replica.device)
+        rows = run.pending_rows().to(replica.device)
         results.solved[rows] = files["queue"]["solved"].to(replica.device)
         results.loss[rows] = files["queue"]["loss"].to(replica.device)
         replica.load_random_states(files["random"])
@@ -260,22 +232,19 @@ def restore_run(trainer: Trainer, folder: Path) -> None:
 
 def _check_same_run(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
     """Refuse a checkpoint of another run."""
-    for name, here in {"rows": len(trainer.train), "ranks": trainer.replica.ranks}.items():
-        if state[name] != here:
-            raise InputError(f"{folder}: made with {shown(state[name])} {name}, this run has {here}")
+    for name, count in {"rows": len(trainer.train), "ranks": trainer.replica.ranks}.items():
+        if state[name] != count:
+            raise InputError(f"{folder}: made with {shown(state[name])} {name}, this run has {count}")
     if state["data"] != trainer.fingerprint:
         raise InputError(f"{folder}: made with other training data")
-    for name, here in trainer.settings.asdict().items():
-        if name not in FREE and state["settings"].get(name) != here:
-            raise InputError(f"{folder}: made with {name}={shown(state['settings'].get(name))}, this run has {here!r}")
+    for name, value in trainer.settings.asdict().items():
+        saved = state["settings"].get(name)
+        if name not in MAY_DIFFER and saved != value:
+            raise InputError(f"{folder}: made with {name}={shown(saved)}, this run has {value!r}")
 
 
 def _check_tensors(trainer: Trainer, folder: Path, state: dict[str, Any], files: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse tensors that cannot be of this run, before anything is changed.
-
-    Raises:
-        InputError, KeyError, TypeError, ValueError: naming what was found.
-    """
+    """Refuse tensors that cannot be of this run, before anything is changed."""
     replica, weights = trainer.replica, trainer.replica.weights()
     if not replica.sharded or replica.is_main:
         check_same(folder / "model.safetensors", "checkpoint", files["model"], weights)

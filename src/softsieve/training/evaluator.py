@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
+from softsieve.tasks.rows import Rows
 from softsieve.training.replica import Replica, count_labels
-from softsieve.training.rows import Rows
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
 
@@ -28,30 +28,18 @@ class Judge(Protocol):
         """Figures of merit over a whole split."""
 
 
-class Answers(NamedTuple):
-    """What a forward pass without gradient says of every row."""
-
-    decided: Tensor
-    loss: Tensor  # summed over what counts in the row
-    solved: Tensor
-
-
 class Evaluator:
-    """Runs a model in eval mode, in batches that are split among the processes.
+    """Runs a model in eval mode, in batches of ``batch_size`` rows on each process.
 
-    Args:
-        replica: the model.
-        judge: says what logits mean and how good answers are.
-        batch_size: rows of a batch on each process.
-        keep: rows that will be evaluated more than once; their CUDA graphs are kept.
+    The rows ``keep`` will be evaluated more than once: their CUDA graphs are kept.
     """
 
     def __init__(self, replica: Replica, judge: Judge, batch_size: int, *, keep: tuple[Rows, ...]) -> None:
         self.replica, self.judge, self.batch_size = replica, judge, batch_size
-        self._kept = {id(rows): self._forward_pass(rows) for rows in keep}
+        self._kept = {id(rows): self._make_forward_pass(rows) for rows in keep}
 
-    def _forward_pass(self, rows: Rows) -> ForwardPass:
-        """Forward pass over given rows; every call has the same number of them."""
+    def _make_forward_pass(self, rows: Rows) -> ForwardPass:
+        """Forward pass over some rows; every call has the same number of them."""
         replica = self.replica
 
         def forward(index: Tensor) -> tuple[Tensor, ...]:
@@ -61,23 +49,21 @@ class Evaluator:
 
         return Graphed(forward) if replica.graphs else forward
 
-    def answers(self, rows: Rows, index: Tensor) -> Answers:
-        """Those of the rows ``index``, in their order."""
-        replica, forward = self.replica, self._kept.get(id(rows)) or self._forward_pass(rows)
+    def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Answers of the rows ``index``, in their order, their losses, and whether each is solved."""
+        replica, forward = self.replica, self._kept.get(id(rows)) or self._make_forward_pass(rows)
         size = self.batch_size * replica.ranks
         parts = []
         with replica.in_eval_mode():
             for some in torch.split(index, size):
-                fill = size if replica.graphs else len(some) + -len(some) % replica.ranks
-                filled = torch.cat([some, some[:1].expand(fill - len(some))])
-                share = filled.chunk(replica.ranks)[replica.rank]
-                decided, loss, solved = forward(index=share.to(replica.device) if replica.graphs else share)
-                if replica.ranks > 1 and decided.ndim > 1:  # processes may have cut their part differently
-                    decided = replica.accelerator.pad_across_processes(decided, dim=1)
-                parts.append([replica.gather(value, len(some)).clone() for value in (decided, loss, solved)])
-        answers, *others = zip(*parts, strict=True)
+                share, _ = replica.share(some, size if replica.graphs else 0)
+                outputs = forward(index=share.to(replica.device) if replica.graphs else share)
+                if replica.ranks > 1 and outputs[0].ndim > 1:  # processes may have cut their part differently
+                    outputs = replica.accelerator.pad_across_processes(outputs[0], dim=1), *outputs[1:]
+                parts.append([replica.gather(value, len(some)).clone() for value in outputs])
+        answers, loss, solved = zip(*parts, strict=True)
         width = max(part.shape[-1] for part in answers)
-        return Answers(torch.cat([_widen(part, width) for part in answers]), *map(torch.cat, others))
+        return torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(solved)
 
     def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, and the answers they are made from."""

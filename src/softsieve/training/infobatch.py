@@ -49,11 +49,7 @@ class InfoBatchSampler:
     def update(self, indices: Tensor, loss: Tensor) -> None:
         """Note the ``loss`` of the rows ``indices``."""
         index = _checks.row_numbers("indices", indices, self.num_samples)
-        _checks.tensor("loss", loss)
-        _checks.in_memory("loss", loss)
-        if indices.shape != loss.shape:
-            raise ValueError(f"loss: expected shape {tuple(indices.shape)}, found {tuple(loss.shape)}")
-        self.loss[index] = loss.detach().float().cpu()
+        self.loss[index] = _checks.row_values("loss", loss, indices).float()
 
     def next_epoch(self) -> Tensor:
         """Begin an epoch: the rows to visit, in order; ``weights`` then holds what each counts."""
@@ -72,12 +68,7 @@ class InfoBatchSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """All that changes."""
-        return {
-            "epoch": self.epoch,
-            "loss": self.loss.clone(),
-            "weights": self.weights.clone(),
-            "plan": self.plan.clone(),
-        }
+        return {"epoch": self.epoch, **{name: getattr(self, name).clone() for name in ("loss", "weights", "plan")}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""

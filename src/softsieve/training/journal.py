@@ -9,30 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from softsieve.errors import InputError
 
 
 class Journal:
-    """Collects the figures of a run; only the main process has one that writes.
+    """Collects the figures of a run; only the main process has one with an ``output`` folder to write to.
 
-    Args:
-        output: folder for ``log.jsonl`` and, where the package is there, TensorBoard's files; None writes nothing.
-        show: whether to show the bar.
-        console: where to.
-        after: step and number of log lines of the checkpoint that a resumed run goes on from; what was logged later is
-            about to be logged again and dropped.
+    ``after`` has the step and the number of log lines of the checkpoint that a resumed run goes on from: what was
+    logged later is about to be logged again, and dropped.
     """
 
     def __init__(
-        self,
-        output: Path | None,
-        *,
-        show: bool = True,
-        console: Console | None = None,
+        self, output: Path | None, *, show: bool = True, console: Console | None = None,
         after: tuple[int, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.file = None
         self.board: Any = None
         self.lines: list[dict[str, Any]] = []
@@ -49,15 +41,9 @@ class Journal:
             except OSError as error:
                 raise InputError(f"{output}: cannot be written: {error}") from error
             self.board = _tensorboard(output, None if after is None else after[0] + 1)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.percentage:3.0f}%"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not show,
-            transient=True,
-        )
+        columns = "{task.description}", BarColumn(bar_width=20), "{task.percentage:3.0f}%"
+        left = TimeRemainingColumn(compact=True)
+        self.bar = Progress(*columns, left, console=console, disable=not show, transient=True)
         self.task = self.bar.add_task("starting", total=1.0)
         self.shown: dict[str, str] = {}
         self.bar.start()
@@ -101,14 +87,13 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_bytes().splitlines():
         try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
+            entry = json.loads(line)
+            valid = all(isinstance(value, str if name == "kind" else (int, float)) for name, value in entry.items())
+        except (AttributeError, ValueError, RecursionError):
             break
-        if not isinstance(found, dict) or not all(
-            isinstance(value, str if name == "kind" else (int, float)) for name, value in found.items()
-        ):
+        if not valid:
             break
-        lines.append(found)
+        lines.append(entry)
     return lines
 
 

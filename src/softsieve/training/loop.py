@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
+from softsieve.tasks.rows import Rows
 from softsieve.training.checkpoint import RunState, restore_run, save_run
 from softsieve.training.evaluator import Evaluator, Judge
 from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
 from softsieve.training.replica import Replica
-from softsieve.training.rows import Rows
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
 from softsieve.training.steps import EagerSteps, GraphSteps, RowResults
@@ -47,29 +47,14 @@ class Trainer:
     Runs wherever Accelerate does: on a CPU, a GPU, or several processes under ``accelerate launch`` or ``torchrun``.
     Every process holds all rows and takes the same decisions; a batch is split among them.
 
-    Args:
-        model: called with the inputs of a batch by name, returns logits.
-        objective: the loss, with ``reduction="none"`` (`Settings.objective` makes it).
-        train, validation: encoded examples.
-        judge: says what logits mean and how good answers are.
-        settings: all the rest.
-        output: folder for log and checkpoints; None keeps everything in memory.
-        show: whether to show a progress bar.
+    The model is called with the inputs of a batch by name and returns logits. The objective has ``reduction="none"``
+    (`Settings.objective` makes it). Without an ``output`` folder, log and checkpoints stay in memory.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        train: Rows,
-        judge: Judge,
-        settings: Settings,
-        *,
-        validation: Rows | None = None,
-        output: Path | None = None,
-        show: bool = False,
-        console: Console | None = None,
-    ) -> None:
+        self, model: nn.Module, objective: Objective, train: Rows, judge: Judge, settings: Settings, *,
+        validation: Rows | None = None, output: Path | None = None, show: bool = False, console: Console | None = None,
+    ) -> None:  # fmt: skip
         self.settings, self.output, self.show, self.console = settings, output, show, console
         _check(train, validation, judge, settings)
         self.replica = replica = Replica(model, objective, settings)
@@ -95,39 +80,32 @@ class Trainer:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
         return self.replica.weights()
 
-    def logits(self, rows: Rows, index: Tensor) -> Tensor:
-        """Those of a few rows, on the CPU; every process computes all of them."""
-        return self.evaluator.logits(rows, index)
-
-    # -- which rows ----------------------------------------------------------------------------------------------------
-
     def _progress(self, back: float = 0) -> float:
         """Share of training behind us, rows left out included, or so many rows earlier."""
         state = self.state
         done = (state.position - len(state.queue) - back) / max(1, len(self.sampler.plan))
         return min(1.0, (state.epoch + (done if state.in_epoch else 0.0)) / self.settings.epochs)
 
-    def report(self) -> None:
+    def update_sampler(self) -> None:
         """Tell the sampler what training showed."""
-        if not self.state.unreported:
-            return
-        index = self.state.unreported_rows()
-        values = self.results.loss if isinstance(self.sampler, InfoBatchSampler) else self.results.solved
-        self.sampler.update(index, values[index.to(self.replica.device)].cpu())
-        self.state.unreported = []
+        if self.state.pending:
+            index = self.state.pending_rows()
+            values = self.results.loss if isinstance(self.sampler, InfoBatchSampler) else self.results.solved
+            self.sampler.update(index, values[index.to(self.replica.device)].cpu())
+            self.state.pending = []
 
     def _screen(self, rows: Tensor) -> Tensor:
-        """The given rows without those that a forward pass shows to be solved."""
+        """The rows without those that a screening pass shows to be solved."""
         if not isinstance(self.sampler, SolvedSampler) or self.settings.skip != "solved":
             return rows
-        self.report()
+        self.update_sampler()
         worth = self.sampler.worth_screening(rows)
         if not worth.any():
             return rows
-        candidates = rows[worth]
-        solved = self.evaluator.answers(self.train, candidates).solved.cpu()
-        self.sampler.update(candidates, solved)
-        self.state.screened += len(candidates)
+        screened = rows[worth]
+        solved = self.evaluator.answers(self.train, screened)[-1].cpu()
+        self.sampler.update(screened, solved)
+        self.state.screened += len(screened)
         keep = torch.ones(len(rows), dtype=torch.bool)
         keep[worth] = ~solved
         return rows[keep]
@@ -142,36 +120,25 @@ class Trainer:
             state.position += len(rows)
             state.queue = torch.cat([state.queue, self._screen(rows)])
 
-    def _weigh_rows(self) -> None:
-        if isinstance(self.sampler, InfoBatchSampler):
-            self.results.weight.copy_(self.sampler.weights)
-
-    # -- the run -------------------------------------------------------------------------------------------------------
-
     def fit(self, resume: Path | None = None) -> Result:
         """Train to the end, from the beginning or from a checkpoint, and leave the model with its best weights.
 
-        Raises:
-            InputError: when the loss is not finite, the checkpoint is of another run, or nothing can be written.
+        An `InputError` says that the loss is not finite, the checkpoint is of another run, or nothing can be written.
         """
         s, replica = self.settings, self.replica
         torch.manual_seed(s.seed + replica.rank)
         if resume is not None:
             restore_run(self, resume)
-            self._weigh_rows()
         state = self.state
-        journal = Journal(
-            self.output if replica.is_main else None,
-            show=self.show and replica.is_main,
-            console=self.console,
-            after=None if resume is None else (state.step, state.lines),
-        )
+        after = None if resume is None else (state.step, state.lines)
+        output = self.output if replica.is_main else None
+        journal = Journal(output, show=self.show and replica.is_main, console=self.console, after=after)
         self.model.train()
         started = time.perf_counter() - state.seconds
         stop = False
         try:
             while state.epoch < s.epochs and not stop:
-                stop = self._epoch(journal, started)
+                stop = self._run_epoch(journal, started)
             self.results.figures(state.step)
             if self.validation is None:
                 state.best_weights = self.weights()
@@ -184,19 +151,20 @@ class Trainer:
         replica.load_weights(state.best_weights)
         solved = None
         if s.adaptive and isinstance(self.sampler, SolvedSampler):
-            self.report()
+            self.update_sampler()
             solved = float(self.sampler.solved.double().mean())
         counts = state.best, state.best_step, state.step, state.trained, state.screened
         return Result(*counts, solved, state.seconds, state.evaluation_seconds, journal.lines)
 
-    def _epoch(self, journal: Journal, started: float) -> bool:
+    def _run_epoch(self, journal: Journal, started: float) -> bool:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""
         s, state, ranks = self.settings, self.state, self.replica.ranks
         if not state.in_epoch:
-            self.report()
+            self.update_sampler()
             self.sampler.next_epoch()
-            self._weigh_rows()
             state.in_epoch, state.position = True, 0
+        if isinstance(self.sampler, InfoBatchSampler):
+            self.results.weight.copy_(self.sampler.weights)
         micro_batches = self.speed.steps
         while True:
             size = s.batch_size * ranks * micro_batches
@@ -231,7 +199,7 @@ class Trainer:
         self.results.samples += len(index)
         self.state.step += 1
         self.state.trained += len(index)
-        self.state.unreported.append(index)
+        self.state.pending.append(index)
 
     def _log(self, journal: Journal, samples: int) -> None:
         s, step, trained = self.settings, self.state.step, self.state.trained
@@ -246,8 +214,6 @@ class Trainer:
             journal.advance(self._progress(), samples)
         else:
             journal.samples += samples
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate(self, rows: Rows | None = None) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, the validation rows unless others are given, and the answers they are made from."""
@@ -296,11 +262,6 @@ def _check(train: Rows, validation: Rows | None, judge: Judge, settings: Setting
 def _make_sampler(rows: int, settings: Settings) -> SolvedSampler | InfoBatchSampler:
     if settings.skip == "infobatch":
         return InfoBatchSampler(rows, epochs=settings.epochs, seed=settings.seed)
-    skip = settings.skip == "solved"
-    return SolvedSampler(
-        rows,
-        tolerance=settings.tolerance if skip else 0.0,
-        recheck=settings.recheck,
-        screen_above=settings.screen_above if skip else 1.0,
-        seed=settings.seed,
-    )
+    tolerance, screen_above = (settings.tolerance, settings.screen_above) if settings.skip == "solved" else (0.0, 1.0)
+    seed, recheck = settings.seed, settings.recheck
+    return SolvedSampler(rows, tolerance=tolerance, recheck=recheck, screen_above=screen_above, seed=seed)

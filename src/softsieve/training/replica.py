@@ -10,18 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.training.rows import IGNORED, Batch
+from softsieve.tasks.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
 
 
@@ -42,11 +36,11 @@ class Replica:
             raise InputError("graphs: expected one process on a CUDA device")
         self.sharded = "FSDP" in str(self.accelerator.distributed_type)
         # State with whole tensors, which only the main process gets of a sharded model.
-        self._whole = StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
+        self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
         self.objective = objective
-        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, settings))
+        self.model, self.optimizer = self.accelerator.prepare(model, self._make_optimizer(model, settings))
 
-    def _adamw(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    def _make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
         """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         groups = [
@@ -82,11 +76,9 @@ class Replica:
             loss = loss.view(target.shape).sum(-1)
         return loss, solved, logits
 
-    # -- several processes ---------------------------------------------------------------------------------------------
-
-    def share(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """This process's part of the rows ``index``, equally long on all; what is filled up has weight 0."""
-        short = -len(index) % self.ranks
+    def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
+        """This process's part of the rows ``index``, equally long on all; what fills it up to that has weight 0."""
+        short = max(-len(index) % self.ranks, least - len(index))
         weight = torch.ones(len(index) + short, dtype=torch.float32)
         weight[len(index) :] = 0
         index = torch.cat([index, index[:1].expand(short)])
@@ -112,55 +104,53 @@ class Replica:
             if isinstance(module, FSDPModule):
                 module.reshard()  # which a backward pass would have done, and all that handles weights relies on
 
-    # -- state ---------------------------------------------------------------------------------------------------------
-
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name; of a sharded model whole, on the main process alone."""
         if self.sharded:
-            whole: Any = get_model_state_dict(self.model, options=self._whole)
+            whole: Any = states.get_model_state_dict(self.model, options=self._whole)
             return dict(whole)
         state: dict[str, Tensor] = self.accelerator.unwrap_model(self.model).state_dict()
         return {name: value.detach().clone() for name, value in state.items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         if self.sharded:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            set_model_state_dict(self.model, dict[str, Any](weights), options=options)
+            options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            states.set_model_state_dict(self.model, dict[str, Any](weights), options=options)
         else:
             self.accelerator.unwrap_model(self.model).load_state_dict(weights)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state by parameter and name, e.g. ``head.weight/exp_avg``."""
-        whole: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
-        states = whole.get("state", {}).items()
-        return {f"{name}/{key}": torch.as_tensor(value) for name, state in states for key, value in state.items()}
+        whole: Any = states.get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
+        own = whole.get("state", {}).items()
+        return {f"{name}/{key}": torch.as_tensor(value) for name, state in own for key, value in state.items()}
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        whole: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
-        states: dict[str, dict[str, Tensor]] = {}
+        whole: Any = states.get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
+        own: dict[str, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             parameter, _, key = name.rpartition("/")
-            states.setdefault(parameter, {})[key] = value
+            own.setdefault(parameter, {})[key] = value
         if whole:  # empty where the state will be broadcast to
-            whole["state"] = states
+            whole["state"] = own
         # Not strict: a weight that never had a gradient has no state.
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=self.sharded, strict=False)
-        set_optimizer_state_dict(self.model, self.optimizer.optimizer, whole, options=options)
+        options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=self.sharded, strict=False)
+        states.set_optimizer_state_dict(self.model, self.optimizer.optimizer, whole, options=options)
         for group in self.optimizer.param_groups:  # torch brings scalars to the CPU, where a graph sees no change
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].to(self.device)
 
     def random_states(self) -> dict[str, Tensor]:
         """The generators of every process, one a row."""
-        states = {"cpu": torch.get_rng_state()}
+        random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
-        return {name: self.gather(value[None].to(self.device), self.ranks).cpu() for name, value in states.items()}
+            random["cuda"] = torch.cuda.get_rng_state()
+        return {name: self.gather(value[None].to(self.device), self.ranks).cpu() for name, value in random.items()}
 
-    def load_random_states(self, states: dict[str, Tensor]) -> None:
-        torch.set_rng_state(states["cpu"][self.rank].clone())  # it does not bear a view
-        if self.device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"][self.rank].clone())
+    def load_random_states(self, random: dict[str, Tensor]) -> None:
+        torch.set_rng_state(random["cpu"][self.rank].clone())  # it does not bear a view
+        if self.device.type == "cuda" and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"][self.rank].clone())
 
 
 def count_labels(target: Tensor, weight: Tensor | None = None) -> Tensor:

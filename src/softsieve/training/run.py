@@ -18,10 +18,10 @@ from softsieve._records import write_record
 from softsieve.errors import InputError
 from softsieve.extras import loaded
 from softsieve.tasks.examples import Examples
+from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
-from softsieve.training.rows import Rows
 from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
@@ -48,39 +48,22 @@ class Run(NamedTuple):
 
 
 def train(
-    task: Task,
-    splits: Splits,
-    settings: Settings,
-    *,
-    output: Path | None = None,
-    resume: Path | None = None,
-    show: bool = False,
-    console: Console | None = None,
-    about: Mapping[str, Any] | None = None,
-) -> Run:
+    task: Task, splits: Splits, settings: Settings, *, output: Path | None = None, resume: Path | None = None,
+    show: bool = False, console: Console | None = None, about: Mapping[str, Any] | None = None,
+) -> Run:  # fmt: skip
     """Train a fresh model of ``task`` and judge it on the test rows; with ``output``, save it there.
 
     Beside the model and the log, ``output`` gets a record of the run, with ``about`` (names of data and model)
     among its settings, and the logits of some held-out rows: `softsieve report` makes a page of them.
     A new run takes away the checkpoints, the log and the record of an earlier one in ``output``, once nothing can be
     wrong with its input any more; the earlier model stays until there is another.
-
-    Raises:
-        InputError: for what the trainer refuses, and when the model cannot be written.
     """
     torch.manual_seed(settings.seed)
     objective = settings.objective(multilabel=task.multilabel)
     trainer = Trainer(
-        task.model(objective),
-        objective,
-        splits.train,
-        task,
-        settings,
-        validation=splits.validation,
-        output=output,
-        show=show,
-        console=console,
-    )
+        task.model(objective), objective, splits.train, task, settings,
+        validation=splits.validation, output=output, show=show, console=console,
+    )  # fmt: skip
     if output is not None and resume is None and trainer.replica.is_main:
         for old in (*checkpoints(output), output / "tensorboard"):
             remove_folder(old)
@@ -89,7 +72,7 @@ def train(
     result = trainer.fit(resume)
     test, decided = ({}, None) if splits.test is None else trainer.evaluate(splits.test)
     weights = trainer.weights()
-    logits = None if output is None else _some_logits(trainer, task, splits)
+    logits = None if output is None else _collect_logits(trainer, task, splits)
     if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
 
@@ -108,24 +91,24 @@ def train(
             "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
             **settings.asdict(),
         }
-        _write_record(output, configuration, {**metrics, **_costs(result)}, logits)
+        costs = ("steps", "best_step", "trained", "screened", "solved", "seconds", "evaluation_seconds")
+        row = {**metrics, **{name: getattr(result, name) for name in costs}}
+        _write_record(output, configuration, row, logits)
     trainer.replica.accelerator.wait_for_everyone()
     return Run(result, test, decided, trainer.replica.accelerator.unwrap_model(trainer.model))
 
 
-def _some_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
+def _collect_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
     """Logits and targets of some held-out rows with one label each, spread over the part they are of, and its name."""
     part = "validation" if splits.validation is not None else "test"
     rows = splits.validation if splits.validation is not None else splits.test
     if rows is None or task.kind in ("tokens", "multilabel") or len(task.labels) > SHOWN_CLASSES:
         return None
     index = torch.linspace(0, len(rows) - 1, min(len(rows), SHOWN_ROWS), dtype=torch.float32).long()
-    return part, {"logits": trainer.logits(rows.to(trainer.replica.device), index), "target": rows.target[index].cpu()}
-
-
-def _costs(result: Result) -> dict[str, Any]:
-    names = ("steps", "best_step", "trained", "screened", "solved", "seconds", "evaluation_seconds")
-    return {name: getattr(result, name) for name in names}
+    return part, {
+        "logits": trainer.evaluator.logits(rows.to(trainer.replica.device), index),
+        "target": rows.target[index].cpu(),
+    }
 
 
 def _write_record(
@@ -143,11 +126,7 @@ def _write_record(
 
 
 def load_model(folder: Path) -> tuple[Task, nn.Module]:
-    """The task and the model of a folder that `train` wrote.
-
-    Raises:
-        InputError: naming the file that is missing or does not fit.
-    """
+    """The task and the model of a folder that `train` wrote; an `InputError` names a file that does not fit."""
     if not (folder / WEIGHTS).exists() and (folder / MODEL / WEIGHTS).exists():
         folder = folder / MODEL
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from softsieve import _checks
 
-LEVELS = 4  # rows solved once, twice, ... and LEVELS or more times in a row have a relapse rate each
+LONGEST = 4  # rows solved once, twice, ... and LONGEST or more times in a row have a relapse rate each
 
 
 class SolvedSampler(Sampler[int]):
@@ -67,16 +67,9 @@ class SolvedSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        *,
-        tolerance: float = 0.005,
-        recheck: float = 0.1,
-        screen_above: float = 1 / 3,
-        seed: int = 0,
-        num_replicas: int = 1,
-        rank: int = 0,
-    ) -> None:
+        self, num_samples: int, *, tolerance: float = 0.005, recheck: float = 0.1, screen_above: float = 1 / 3,
+        seed: int = 0, num_replicas: int = 1, rank: int = 0,
+    ) -> None:  # fmt: skip
         _checks.whole_number("num_samples", num_samples, 1, 2**40)
         _checks.number("tolerance", tolerance, 0, 1)
         _checks.number("recheck", recheck, 1e-6, 1)
@@ -90,20 +83,19 @@ class SolvedSampler(Sampler[int]):
         self._started = False
         self._over = False  # whether iteration came to the end of the plan
         self._resume_at: int | None = None  # row of this rank's share at which iteration goes on with a loaded epoch
-        self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LEVELS
+        self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LONGEST
         self._seen = torch.zeros(num_samples, dtype=torch.uint8)  # in this epoch: 0 not, 1 solved, 2 not solved
-        self._passes = torch.zeros(
-            2, LEVELS + 1, dtype=torch.float64
-        )  # by streak: passes, and those not solved; fading
+        # By streak: screening and training passes over rows, and those that were not solved. Old ones fade.
+        self._passes = torch.zeros(2, LONGEST + 1, dtype=torch.float64)
         self.plan = self._draw()
 
     @property
     def risk(self) -> Tensor:
         """By streak, the share of rows not solved when seen again. Before any were: as one time fewer; half; all."""
-        risk = torch.empty(LEVELS + 1, dtype=torch.float64)
-        for level, (passes, failed) in enumerate(self._passes.T.tolist()):
-            expected = float(risk[level - 1]) if level > 1 else (1.0, 0.5)[level]  # what was never solved is not
-            risk[level] = (failed + 2 * expected) / (passes + 2)  # Laplace's rule: two passes' worth of expectation
+        risk = torch.empty(LONGEST + 1, dtype=torch.float64)
+        for streak, (passes, failed) in enumerate(self._passes.T.tolist()):
+            expected = float(risk[streak - 1]) if streak > 1 else (1.0, 0.5)[streak]  # what was never solved is not
+            risk[streak] = (failed + 2 * expected) / (passes + 2)  # Laplace's rule: two passes' worth of expectation
         return risk
 
     @property
@@ -119,17 +111,13 @@ class SolvedSampler(Sampler[int]):
     def update(self, indices: Tensor, solved: Tensor) -> None:
         """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
         index = _checks.row_numbers("indices", indices, self.num_samples).flatten()
-        _checks.tensor("solved", solved)
-        _checks.in_memory("solved", solved)
-        if indices.shape != solved.shape:
-            raise ValueError(f"solved: expected shape {tuple(indices.shape)}, found {tuple(solved.shape)}")
-        flags = solved.detach().cpu().flatten().bool()
+        flags = _checks.row_values("solved", solved, indices).flatten().bool()
         first = self._seen[index] == 0  # a second pass in one epoch says nothing about relapse
-        level, failed = self.streak[index[first]].long(), (~flags[first]).double()
+        streak, failed = self.streak[index[first]].long(), (~flags[first]).double()
         # Old passes fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
-        self._passes *= 0.5 ** (16 * len(level) / self.num_samples)
-        self._passes[0].index_add_(0, level, torch.ones_like(failed))
-        self._passes[1].index_add_(0, level, failed)
+        self._passes *= 0.5 ** (16 * len(streak) / self.num_samples)
+        self._passes[0].index_add_(0, streak, torch.ones_like(failed))
+        self._passes[1].index_add_(0, streak, failed)
         self._seen[index] = 2 - flags.to(torch.uint8)
 
     def __iter__(self) -> Iterator[int]:
@@ -165,7 +153,7 @@ class SolvedSampler(Sampler[int]):
             dist.all_reduce(seen, dist.ReduceOp.MAX)
             dist.all_reduce(passes)
             self._seen, self._passes = seen.cpu(), passes.cpu() / ranks
-        grown = (self.streak + 1).clamp(max=LEVELS)
+        grown = (self.streak + 1).clamp(max=LONGEST)
         self.streak = torch.where(self._seen == 0, self.streak, torch.where(self._seen == 1, grown, 0))
         self._seen = torch.zeros_like(self._seen)
 
@@ -174,8 +162,8 @@ class SolvedSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         visit = self.streak == 0
         allowance = self.tolerance * self.num_samples  # relapsed rows that may go unnoticed
-        for risk, level in sorted((risk, level) for level, risk in enumerate(self.risk.tolist()) if level > 0):
-            rows = (self.streak == level).nonzero().flatten()
+        for risk, streak in sorted((risk, streak) for streak, risk in enumerate(self.risk.tolist()) if streak > 0):
+            rows = (self.streak == streak).nonzero().flatten()
             leave = min(int(len(rows) * (1 - self.recheck)), int(allowance / risk))
             allowance -= leave * risk
             visit[rows[torch.randperm(len(rows), generator=generator)[leave:]]] = True
@@ -194,8 +182,8 @@ class SolvedSampler(Sampler[int]):
         told = self._seen[self._share()].nonzero()
         position = len(self) if self._over else int(told.max()) + 1 if len(told) else 0
         tensors = {"streak": self.streak, "seen": self._seen, "looks": self._passes, "plan": self.plan}
-        place = {"epoch": self.epoch, "started": self._started, "position": position}
-        return {**place, **{name: value.clone() for name, value in tensors.items()}}
+        numbers = {"epoch": self.epoch, "started": self._started, "position": position}
+        return {**numbers, **{name: value.clone() for name, value in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken.
@@ -209,7 +197,7 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("epoch", state["epoch"], 0, 2**31)
         position = state.get("position", 2**62)  # earlier versions wrote none
         _checks.whole_number("position", position, 0, 2**62)
-        _checks.saved("streak", state["streak"], self.streak, high=LEVELS)
+        _checks.saved("streak", state["streak"], self.streak, high=LONGEST)
         _checks.saved("seen", state["seen"], self._seen, high=2)
         _checks.saved("looks", state["looks"], self._passes, high=1e300)
         _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
 from softsieve.errors import InputError
+from softsieve.tasks.rows import Batch, Rows
 from softsieve.training.replica import Replica, count_labels
-from softsieve.training.rows import Batch, Rows
 from softsieve.training.settings import Settings
 
 
@@ -33,11 +33,7 @@ class RowResults:
         self.tally += torch.stack([loss.sum() / count, solved.sum()])
 
     def figures(self, step: int) -> tuple[float, float]:
-        """Mean loss and share of solved rows since the last call.
-
-        Raises:
-            InputError: when the loss is not finite; called before anything is saved.
-        """
+        """Mean loss and share of solved rows since the last call; a loss that is not finite is refused."""
         loss, solved = (self.tally.cpu() / torch.tensor([max(1, self.steps), max(1, self.samples)])).tolist()
         self.tally.zero_()
         self.steps = self.samples = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from softsieve.training.rows import Rows
+from softsieve.tasks.rows import Rows
 from tests.training.helpers import flags, points, tokens
 
 

@@ -33,13 +33,9 @@ class Rows:
     """
 
     def __init__(
-        self,
-        inputs: Mapping[str, Tensor],
-        target: Tensor,
-        *,
-        lengths: Tensor | None = None,
+        self, inputs: Mapping[str, Tensor], target: Tensor, *, lengths: Tensor | None = None,
         sequences: tuple[str, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         for name, value in {"target": target, **inputs}.items():
             _checks.tensor(name, value)
             if value.ndim == 0:
@@ -61,11 +57,12 @@ class Rows:
 
     def fingerprint(self) -> int:
         """A checksum that tells these rows from others."""
-        found = 0
+        checksum = 0
         for name, value in {**self.inputs, "target": self.target}.items():
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            found = zlib.crc32(content.data, zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), found))
-        return found
+            header = f"{name} {value.dtype} {tuple(value.shape)}".encode()
+            checksum = zlib.crc32(content.data, zlib.crc32(header, checksum))
+        return checksum
 
     def batch(self, index: Tensor, *, cut: bool = True) -> Batch:
         """The rows ``index`` (on the CPU), cut to the longest of them unless every batch must have one shape."""
