@@ -215,7 +215,7 @@ def test_memory_of_a_head_counts_every_array_once() -> None:
     weight = torch.randn(50, 40)
     head = AdaptiveSoftmax(weight, method="coordinates", guarantee="pac")
     head.bias = weight[:, 0]  # the same memory
-    assert suite._held([head, head, weight.numpy()]) == weight.nbytes
+    assert suite._bytes_in_memory([head, head, weight.numpy()]) == weight.nbytes
 
 
 # -- measuring

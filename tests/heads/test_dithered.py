@@ -48,8 +48,8 @@ def refined(head: Codes, x: Tensor, delta: float = DELTA) -> Known:
     return found
 
 
-def turn(rows: Tensor, signs: Tensor) -> None:
-    kernels.turn(rows.numpy(), signs.double().numpy() / math.sqrt(signs.shape[1]))
+def rotate_rows(rows: Tensor, signs: Tensor) -> None:
+    kernels.rotate_rows(rows.numpy(), signs.double().numpy() / math.sqrt(signs.shape[1]))
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_turn(size: int) -> None:
     plain = rows.clone()
     plain[:, :power] = rotate(plain[:, :power], signs[0])
     plain[:, size - power :] = rotate(plain[:, size - power :], signs[1])
-    turn(rows, signs)
+    rotate_rows(rows, signs)
     torch.testing.assert_close(rows, plain, rtol=0, atol=1e-14)
     torch.testing.assert_close(rows @ rows.T, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13)
     assert float(rows.abs().max()) <= 6 / math.sqrt(power)  # no coordinate of a unit vector stands out
@@ -102,12 +102,12 @@ def test_masses(rows: int, kind: Any) -> None:
     high = low + rng.random(rows).astype(kind)
     doubt = np.full(rows, np.nan, np.float32)
     shift = high.max()
-    sums = kernels.weigh(low, high, shift, doubt)
+    sums = kernels.sum_exponentials(low, high, shift, doubt)
     least, most = np.exp(low - shift, dtype=np.float64), np.exp(high - shift, dtype=np.float64)
     np.testing.assert_allclose(sums, (least.sum(), most.sum()), rtol=1e-5)
     np.testing.assert_allclose(doubt, most - least, rtol=1e-4, atol=1e-6)
     for allowed in (doubt.sum() * 0.9, doubt.sum() * 0.1, doubt.sum() * 1e-5):
-        level = kernels.level(doubt, float(allowed))
+        level = kernels.gap_threshold(doubt, float(allowed))
         assert doubt[doubt <= level].sum() <= allowed * (1 + 1e-5)
         assert doubt[doubt <= level * 1.1].sum() > allowed * (1 - 1e-5)
 
@@ -130,7 +130,7 @@ def test_estimates(rows: int, size: int) -> None:
     head = Codes(weight, seed=3)
     index = head.index
     turned = torch.cat([weight.double() - index.centre, x.double()])
-    turn(turned, index.signs)
+    rotate_rows(turned, index.signs)
     y = turned[-1]
     first, second = known(head, x[0]), refined(head, x[0])
     for i in (0, rows // 2, rows - 1):
@@ -168,7 +168,7 @@ def test_errors_are_uniform_and_independent() -> None:
     for seed in range(400):
         index = Codes(weight, seed=seed).index
         turned = weight.double() - index.centre
-        turn(turned, index.signs)
+        rotate_rows(turned, index.signs)
         units = turned / index.scale[:, None]
         rows = index.coarse.transpose(1, 2).reshape(-1, index.coarse.shape[1])[: len(weight)]
         first = digits(rows, size) - 7.5 - index.dither[0]

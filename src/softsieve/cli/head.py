@@ -65,7 +65,7 @@ def extract(
         with bar(console, "loading the model") as progress:
             precision = getattr(torch, DTYPES[dtype])
             network = hidden_states.load_model(model, dtype=precision)
-            found = hidden_states.collect(
+            layer = hidden_states.collect(
                 network,
                 tokens,
                 first=first,
@@ -76,16 +76,16 @@ def extract(
                 progress=lambda rows: progress("hidden states", rows / (queries * len(tokens))),
             )
         notes = {"model": model, "window": str(window), "first_token": "none" if first is None else str(first)}
-        write_head(out, found, notes=notes)
-        size = " x ".join(str(side) for side in found.weight.shape)
-        console.print(f"{size}{'' if found.bias is None else ' with bias'}, {dtype}: {out}")
-        for name, corpus in found.corpora.items():
+        write_head(out, layer, notes=notes)
+        size = " x ".join(str(side) for side in layer.weight.shape)
+        console.print(f"{size}{'' if layer.bias is None else ' with bias'}, {dtype}: {out}")
+        for name, corpus in layer.corpora.items():
             console.print(f"{name}: {len(corpus.calibration)} states to calibrate, {len(corpus.test)} to test")
-        if found.beta != 1:
-            console.print(f"the model multiplies its logits by {found.beta:.6g}: pass it on as beta")
-        if found.softcap is not None:
+        if layer.beta != 1:
+            console.print(f"the model multiplies its logits by {layer.beta:.6g}: pass it on as beta")
+        if layer.softcap is not None:
             console.print(
-                f"the model soft-caps its logits at {found.softcap:g}: the largest are the same ones, "
+                f"the model soft-caps its logits at {layer.softcap:g}: the largest are the same ones, "
                 "probabilities are those of the linear layer and not the model's"
             )
 

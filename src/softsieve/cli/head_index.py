@@ -65,7 +65,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="where to write; if not given, to the same file")] = None,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
 ) -> None:
-    """Fit an index on sample queries, and look at how often it is right on others, if the file has NAME.test.
+    """Fit an index on sample queries, and measure how often it is right on others, if the file has NAME.test.
 
     softsieve head calibrate index.safetensors --queries head.safetensors --k 1 --k 8
     """

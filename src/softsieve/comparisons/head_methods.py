@@ -189,8 +189,8 @@ def _faiss(method: str, build: Callable[[Any, Any], _Index], layer: Layer) -> It
         return Answer(indices, None, 4 * index.d * read, counter is None)
 
     def estimate(parameters: Any, x: Tensor, k: int) -> Tensor:
-        found = search(parameters, x, min(max(FAISS_SUM, k), len(rows)))
-        probs = layer.logits(x, found[found >= 0]).softmax(-1)
+        rows_searched = search(parameters, x, min(max(FAISS_SUM, k), len(rows)))
+        probs = layer.logits(x, rows_searched[rows_searched >= 0]).softmax(-1)
         return F.pad(probs, (0, k)).topk(k).values
 
     for setting, parameters in settings.items():
@@ -216,16 +216,16 @@ def _sieve(name: str, options: dict[str, Any], layer: Layer, sample: Tensor, pla
         taken = time.perf_counter() - start
         for k in plan.ks:  # what is made when it is first needed is there after that
             head.topk(sample[0], k, generator=generator)
-        size = (_held(head) - layer.weight.nbytes) / 1e6
+        size = (_bytes_in_memory(head) - layer.weight.nbytes) / 1e6
         yield Point(name, f"delta {delta:g}", partial(_ask_sieve, head, generator), taken, size, delta)
 
 
 def _ask_sieve(head: AdaptiveSoftmax, generator: torch.Generator, x: Tensor, k: int) -> Answer:
-    found = head.topk(x, k, generator=generator)
-    return Answer(found.indices, found.probs, float(found.bytes_read), bool(found.exact))
+    answer = head.topk(x, k, generator=generator)
+    return Answer(answer.indices, answer.probs, float(answer.bytes_read), bool(answer.exact))
 
 
-def _held(thing: object) -> int:
+def _bytes_in_memory(thing: object) -> int:
     """Bytes of all arrays that an object of ours holds, each memory once."""
     sizes: dict[int, int] = {}
     seen: set[int] = set()

@@ -214,12 +214,12 @@ def _check(
     deltas: Sequence[float],
     exact: Sequence[str],
 ) -> None:
-    for what, found, known in (
+    for what, names_asked, known in (
         ("corpus", corpora, head.corpora),
         ("method", methods, METHODS),
         ("exact", exact or [""], EXACT),
     ):
-        for name in found:
+        for name in names_asked:
             if name not in known:
                 raise InputError(f"{what}: expected one of {listed(known)}, found {name!r}")
     if not head.corpora:
@@ -285,13 +285,13 @@ def draw(results: Sequence[Result]) -> Figure:
     for row, (k, ratio) in enumerate((k, ratio) for k in ks for ratio in ("bytes", "time")):
         for panel, corpus in zip(axes[row], corpora, strict=True):
             for number, method in enumerate(methods):
-                found = [r for r in results if (r.corpus, r.k, r.method) == (corpus, k, method)]
-                found.sort(key=attrgetter(f"{ratio}_ratio"))
-                x = [getattr(r, f"{ratio}_ratio") for r in found]
+                points = [r for r in results if (r.corpus, r.k, r.method) == (corpus, k, method)]
+                points.sort(key=attrgetter(f"{ratio}_ratio"))
+                x = [getattr(r, f"{ratio}_ratio") for r in points]
                 style = {"marker": MARKS[number % len(MARKS)], "color": f"C{number}", "lw": 0.5}
-                panel.plot(x, [max(1 - r.success, floor) for r in found], label=method, **style)
+                panel.plot(x, [max(1 - r.success, floor) for r in points], label=method, **style)
                 if method.startswith("faiss"):
-                    panel.plot(x, [max(1 - r.topk_right, floor) for r in found], mfc="none", **style)
+                    panel.plot(x, [max(1 - r.topk_right, floor) for r in points], mfc="none", **style)
             panel.axvline(1, color="grey", lw=0.5)
             panel.set(xscale="log", xlabel=f"{ratio} of the exact product / {ratio}", title=f"{corpus}, top {k}")
             stretch_success(panel, floor)

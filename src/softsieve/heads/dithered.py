@@ -84,7 +84,7 @@ def build(weight: Tensor, seed: int) -> Index:
         turned = (rows.double() - index.centre).contiguous()
         # Two overlapping Hadamard transforms, because `hadamard.rotate` fills rows up to a power of two, nearly twice
         # the bytes for 576 coordinates, and a dense orthogonal matrix would have to be read for every query.
-        kernels.turn(turned.numpy(), factors)
+        kernels.rotate_rows(turned.numpy(), factors)
         scale = _upwards(turned.abs().amax(-1) / REACH, index.scale.dtype)
         units = turned / torch.where(scale > 0, scale, 1.0)[:, None]
         first = (units + index.dither[0]).floor_().clamp_(-8, 7)
@@ -102,8 +102,9 @@ def _factors(index: Index) -> Array:
 
 def _upwards(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to a dtype, never down."""
-    found = values.to(dtype)
-    return torch.where(found.double() < values, torch.nextafter(found, torch.tensor(torch.inf, dtype=dtype)), found)
+    rounded = values.to(dtype)
+    above = torch.nextafter(rounded, torch.tensor(torch.inf, dtype=dtype))
+    return torch.where(rounded.double() < values, above, rounded)
 
 
 def _packed(codes: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class Known:
         self.codes, self.x, self.bias, self.halves = codes, x, bias, halves
         n, d = codes.weight.shape
         turned = x.astype(np.float64)[None]
-        kernels.turn(turned, codes._factors)
+        kernels.rotate_rows(turned, codes._factors)
         largest = np.abs(turned).max()
         unit = turned[0] / (largest or 1.0)
         norm = np.linalg.norm(unit)
@@ -252,7 +253,7 @@ def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:
     of both sums, which is at most the arithmetic one, there always are some.
     """
     low, high, tier = known.low, known.high, known.tier
-    doubt = np.empty(low.size, np.float32)
+    gaps = np.empty(low.size, np.float32)
     while True:
         shift = high.max()
         if not (np.isfinite(shift) and np.isfinite(low.min())):  # beyond what can be computed with
@@ -265,10 +266,10 @@ def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:
         best = _kth(low, k) if k else np.inf
         wanted = high >= best
         wanted &= (low < high) & (np.count_nonzero(wanted) > k)
-        least, most = kernels.weigh(low, high, shift, doubt)
+        least, most = kernels.sum_exponentials(low, high, shift, gaps)
         if most - least > eps * (most + least):
-            open_ = doubt > kernels.level(doubt, REST * eps * math.sqrt(least * most))
-            wanted |= open_ if open_.any() else low < high
+            still_open = gaps > kernels.gap_threshold(gaps, REST * eps * math.sqrt(least * most))
+            wanted |= still_open if still_open.any() else low < high
         if wanted.any():
             known.read_further(np.flatnonzero(wanted))
             continue

@@ -57,10 +57,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _seen(path: Path) -> tuple[int, int] | None:
     """Which file is there now."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

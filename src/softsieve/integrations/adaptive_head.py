@@ -165,12 +165,12 @@ class _Saving:
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         model, layer = self.model, self.model.get_output_embeddings()
         save = self.before or type(model).save_pretrained.__get__(model)
-        given = inspect.signature(save).bind(save_directory, *args, **options)
-        given.apply_defaults()
-        main = given.arguments.get("is_main_process", True)
+        call = inspect.signature(save).bind(save_directory, *args, **options)
+        call.apply_defaults()
+        main = call.arguments.get("is_main_process", True)
         if not isinstance(layer, AdaptiveHead) or not model.should_save_on_this_rank(main):
             return save(save_directory, *args, **options)
-        if not given.arguments.get("push_to_hub", False):
+        if not call.arguments.get("push_to_hub", False):
             result = save(save_directory, *args, **options)
             layer.save_index(save_directory)
             return result
@@ -272,7 +272,7 @@ def accelerate_head(
         )
     if queries is not None and index is not None:
         raise InputError("index: expected none with queries, which make a new one, found both")
-    path = _index_of(model, index) if queries is None else None
+    path = _find_index(model, index) if queries is None else None
     probe = torch.arange(min(_PROBED, len(model.get_input_embeddings().weight)))
     check_linear(model, layer, probe)
     with torch.no_grad():
@@ -296,9 +296,9 @@ def accelerate_head(
 
 def _note_prompt(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Tell the output layer whether this is a prompt: several tokens of each sequence, with none before."""
-    layer, given = model.get_output_embeddings(), [*args[:1], options.get("input_ids"), options.get("inputs_embeds")]
+    layer, inputs = model.get_output_embeddings(), [*args[:1], options.get("input_ids"), options.get("inputs_embeds")]
     if isinstance(layer, AdaptiveHead):
-        several = any(isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] > 1 for value in given)
+        several = any(isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] > 1 for value in inputs)
         cache = options.get("past_key_values")
         layer.prompted = several and (cache is None or not getattr(cache, "get_seq_length", int)())
 
@@ -323,13 +323,13 @@ def restore_head(model: Any) -> None:
             model.save_pretrained = saving.before
 
 
-def _index_of(model: Any, given: str | os.PathLike[str] | None) -> Path:
+def _find_index(model: Any, index: str | os.PathLike[str] | None) -> Path:
     """The file of an index, at a place that is given or where the model came from."""
-    if given is not None:
-        path = Path(given)
+    if index is not None:
+        path = Path(index)
         path = path / INDEX if path.is_dir() else path
         if not path.is_file():
-            raise InputError(f"index: expected a file, or a folder with {INDEX}, found none at {given}")
+            raise InputError(f"index: expected a file, or a folder with {INDEX}, found none at {index}")
         return path
     folder: str = getattr(model.config, "name_or_path", None) or ""
     path = Path(folder, INDEX)

@@ -37,7 +37,7 @@ class ShardedAdaptiveSoftmax:
     - the top k of the whole are among those of the shards,
     - sums of exponentials ``Z_s``, each within a relative eps of its estimate, are so in total: with
       ``a <= Z_s / Y_s <= b`` for every shard, ``a <= sum(Z_s) / sum(Y_s) <= b``. The logits of the answer are exact, so
-      probabilities are as far off as the normaliser.
+      probabilities are as far off as the partition function.
 
     The 99 % confidence of a calibrated cascade, over samples of queries, is that of each rank.
 
@@ -58,8 +58,8 @@ class ShardedAdaptiveSoftmax:
         rows: (start, stop) of these rows in the whole.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be, or that are not the same on all ranks.
-        RuntimeError: for arguments that cannot be on another rank.
+        TypeError, ValueError: when an argument has a wrong type or value, or is not the same on all ranks.
+        RuntimeError: when an argument has a wrong type or value on another rank.
 
     Example:
         >>> weight = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
@@ -178,9 +178,9 @@ class ShardedAdaptiveSoftmax:
         """The answer of this rank's rows, with their own numbers."""
         if k:
             return self.head.topk(x, min(k, len(self.head.weight)), generator=generator)
-        found = self.head.log_partition(x, generator=generator)
-        none = found.log_z[..., None][..., :0]
-        return TopK(none.long(), none, none, *found)
+        partition = self.head.log_partition(x, generator=generator)
+        none = partition.log_z[..., None][..., :0]
+        return TopK(none.long(), none, none, *partition)
 
     # -- fitting -------------------------------------------------------------------------------------------------------
 
@@ -217,11 +217,11 @@ class ShardedAdaptiveSoftmax:
         wanted = list(k) if isinstance(k, Sequence) else [k]
         for one in wanted:
             _checks.whole_number("k", one, 0, sum(self._sizes))
-        there = [min(one, len(self.head.weight)) for one in wanted]
-        different = list(dict.fromkeys(there))
+        own_ks = [min(one, len(self.head.weight)) for one in wanted]
+        different = list(dict.fromkeys(own_ks))
         fits = self.head.calibrate(queries, different, generator=generator, progress=progress)
-        found = dict(zip(different, fits, strict=True))
-        return [found[one] for one in there] if isinstance(k, Sequence) else found[there[0]]
+        fit_of = dict(zip(different, fits, strict=True))
+        return [fit_of[one] for one in own_ks] if isinstance(k, Sequence) else fit_of[own_ks[0]]
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -283,9 +283,9 @@ class _Ranks:
 
     def gather(self, message: Tensor) -> Tensor:
         """The messages of all ranks, in order, each of the same size. (ranks, size)"""
-        found = message.new_empty(self.count, len(message))
-        dist.all_gather(list(found), message, group=self.group)
-        return found
+        messages = message.new_empty(self.count, len(message))
+        dist.all_gather(list(messages), message, group=self.group)
+        return messages
 
 
 def _common(head: AdaptiveSoftmax, ranks: int) -> dict[str, object]:

@@ -25,13 +25,13 @@ def plain_layer(model: Any) -> Any:
         layer = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         layer = None
-    found = None if layer is None else _found(layer)
-    if found is not None:
-        raise InputError(f"model: expected an output layer whose rows can be read one by one, found {found}")
+    instead = None if layer is None else _describe_instead(layer)
+    if instead is not None:
+        raise InputError(f"model: expected an output layer whose rows can be read one by one, found {instead}")
     return output_layer(model)
 
 
-def _found(layer: Any) -> str | None:
+def _describe_instead(layer: Any) -> str | None:
     """What there is instead of a plain weight; None when that is there."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
@@ -61,9 +61,9 @@ def check_linear(model: Any, layer: Any, ids: Tensor) -> None:
         InputError: naming the layer.
     """
     states = inputs_of(layer, model, ids[None])
-    found, expected = layer(states), F.linear(states, layer.weight, getattr(layer, "bias", None))
+    output, expected = layer(states), F.linear(states, layer.weight, getattr(layer, "bias", None))
     rounding = 4 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=rounding):
+    if output.shape != expected.shape or not torch.allclose(output, expected, rtol=0, atol=rounding):
         raise InputError(
             "model: expected an output layer that is x @ weight.T + bias, "
             f"found {type(layer).__name__}, which does something else: merge an adapter first"

@@ -79,22 +79,22 @@ class Scratch(NamedTuple):
 
     estimates: Any  # (blocks * BLOCK,)
     largest: Any  # (blocks,): of the estimates
-    reach: Any  # (blocks,): the largest upper ends, estimates with their margins
-    masses: Any  # (blocks,): sums of exponentials, over e^largest
-    doubts: Any  # (blocks,): the corrected part of these
+    upper_ends: Any  # (blocks,): the largest upper ends, estimates with their margins
+    sums: Any  # (blocks,): sums of exponentials, over e^largest
+    corrected: Any  # (blocks,): the corrected part of these
     counts: Any  # (blocks,) int64: survivors
     marks: Any  # (blocks * BLOCK,) uint8
     rows: Any  # (blocks * BLOCK,) int32: survivors
     values: Any  # (blocks * BLOCK,): their estimates
-    near: Any  # (blocks * BLOCK,): their spreads
+    spreads: Any  # (blocks * BLOCK,): their spreads
     exact: Any  # (blocks * BLOCK,): their logits
-    gone: Any  # (blocks * BLOCK,): corrected estimates of rows that were dropped
-    gone_added: Any  # (blocks * BLOCK,): what the correction added
+    dropped: Any  # (blocks * BLOCK,): corrected estimates of rows that were dropped
+    excesses: Any  # (blocks * BLOCK,): what the correction added
     y: Any  # (SPREADS + longest,), whose first SPREADS are 0
-    probed: Any  # (probes,): logits of the probes
-    known: Any  # (probes,): what these are estimated to be without any code
-    previewed: Any  # (probes,): estimates of the probes
-    around: Any  # (probes,): spreads of the probes
+    probe_logits: Any  # (probes,): logits of the probes
+    probe_starts: Any  # (probes,): what these are estimated to be without any code
+    probe_estimates: Any  # (probes,): estimates of the probes
+    probe_spreads: Any  # (probes,): spreads of the probes
     tally: Any  # (2,) int64: entries and bytes that were read
 
 
@@ -217,12 +217,13 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
     """
     length, probes = codes.previews[which], codes.probes
     project(codes.projection, extended, known, length, scratch.y[SPREADS:])
-    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, scratch.previewed, scratch.around)
+    estimated, spreads = scratch.probe_estimates, scratch.probe_spreads
+    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads)
     for r in range(probes.size):
-        scratch.around[r] = codes.spreads[which][probes[r]]
+        scratch.probe_spreads[r] = codes.spreads[which][probes[r]]
     more = length - known
     _tally(scratch.tally, probes.size * more, more * extended.size * 2 + probes.size * (more + 1))
-    return _root_mean_square(scratch.probed, scratch.previewed, scratch.around, codes.steps[which])
+    return _root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, codes.steps[which])
 
 
 @jit_stage
@@ -239,14 +240,14 @@ def preview_rows(
     y = scratch.y[SPREADS : SPREADS + length]
     estimates.estimate_rows(
         codes.columns, known, codes.spreads[which], codes.base, y, offset, errors,
-        scratch.estimates, scratch.largest, scratch.reach, scratch.masses, scratch.doubts,
+        scratch.estimates, scratch.largest, scratch.upper_ends, scratch.sums, scratch.corrected,
     )  # fmt: skip
     _tally(scratch.tally, n * (length - known), n * (length - known + 1) + (0 if known else 4 * codes.base.size))
     shift, total, corrected = largest_of(scratch.largest), 0.0, 0.0
-    for b in range(scratch.masses.size):
+    for b in range(scratch.sums.size):
         factor = math.exp(scratch.largest[b] - shift)
-        total += scratch.masses[b] * factor
-        corrected += scratch.doubts[b] * factor
+        total += scratch.sums[b] * factor
+        corrected += scratch.corrected[b] * factor
     ahead, best = 0, np.inf
     if k and math.isfinite(errors.unit) and math.isfinite(shift) and math.isfinite(total):
         ahead = estimates.find_best(
@@ -268,10 +269,10 @@ def count_survivors(
     """
     spreads, slack = codes.spreads[preview.which], lowered + 1e-6 * abs(preview.shift)
     threshold = min(_aim(preview.best, attained), preview.floor) - slack
-    count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
+    count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends)
     if count < plan.k:  # the k best estimates are sure to
         threshold = min(preview.best, preview.floor) - slack
-        count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.reach)
+        count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends)
     return count, threshold
 
 
@@ -287,10 +288,12 @@ def select_survivors(
     if dense.size:
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
-        scratch.estimates, spreads, errors, threshold, scratch.reach,
-        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.near,
+        scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
+        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.spreads,
     )  # fmt: skip
-    total, corrected = estimates.sum_exponentials(scratch.values[:count], scratch.near[:count], errors, preview.shift)
+    total, corrected = estimates.sum_exponentials(
+        scratch.values[:count], scratch.spreads[:count], errors, preview.shift
+    )
     total, corrected = max(preview.total - total, 0.0), max(preview.corrected - corrected, 0.0)
     return Survivors(count, threshold, total, corrected, 0)
 
@@ -326,17 +329,19 @@ def refine_survivors(
         cost = (length - known) * extended.size * 2 + count * (length - read + 1)
         if length < 2 * known or 2 * cost > count * row_bytes:
             continue
-        rows, values, spreads = scratch.rows[:count], scratch.values[:count], scratch.near[:count]
+        rows, values, spreads = scratch.rows[:count], scratch.values[:count], scratch.spreads[:count]
         project(codes.projection, extended, known, length, scratch.y[SPREADS:])
         if read == 0:
             estimates.start_estimates(offset, codes.base, rows, values)
-            estimates.start_estimates(offset, codes.base, probes, scratch.previewed)
+            estimates.start_estimates(offset, codes.base, probes, scratch.probe_estimates)
         add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads)
-        add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.previewed, scratch.around)
+        add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads)
         _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
         known = read = length
         step = codes.tier_steps[tier]
-        errors = _errors(plan, step * _root_mean_square(scratch.probed, scratch.previewed, scratch.around, step))
+        errors = _errors(
+            plan, step * _root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, step)
+        )
         if dense.size:
             _write_logits(plan, values, rows, spreads, errors, dense)
         total, _ = estimates.sum_exponentials(values, spreads, errors, preview.shift)
@@ -346,7 +351,7 @@ def refine_survivors(
         total, corrected = estimates.sum_exponentials(values, spreads, errors, preview.shift, threshold)
         dropped_total, dropped_corrected = dropped_total + total, dropped_corrected + corrected
         count, dropped = estimates.keep_rows(
-            values, rows, spreads, errors, threshold, scratch.gone, scratch.gone_added, dropped
+            values, rows, spreads, errors, threshold, scratch.dropped, scratch.excesses, dropped
         )
     return Survivors(count, highest, dropped_total, dropped_corrected, dropped)
 
@@ -385,13 +390,13 @@ def estimate_log_z(
             scratch.estimates[: spreads.size], spreads, errors, shift, survivors.threshold
         )
     if below < finalists.threshold:  # rows that did not reach a threshold above the answer are still below the answer
-        dropped, excesses = scratch.gone[finalists.dropped :], scratch.gone_added[finalists.dropped :]
+        dropped, excesses = scratch.dropped[finalists.dropped :], scratch.excesses[finalists.dropped :]
         count = estimates.gather_above(
-            scratch.estimates, spreads, errors, survivors.threshold, scratch.reach, below, dropped, excesses
+            scratch.estimates, spreads, errors, survivors.threshold, scratch.upper_ends, below, dropped, excesses
         )
         total, corrected = estimates.sum_above(dropped[:count], excesses[:count], shift, below)
         first, first_corrected = max(first - total, 0.0), max(first_corrected - corrected, 0.0)
-        dropped, excesses = scratch.gone[: finalists.dropped], scratch.gone_added[: finalists.dropped]
+        dropped, excesses = scratch.dropped[: finalists.dropped], scratch.excesses[: finalists.dropped]
         total, corrected = estimates.sum_above(dropped, excesses, shift, below)
         later, later_corrected = max(later - total, 0.0), max(later_corrected - corrected, 0.0)
     total = final + (first + later) * factor
@@ -414,13 +419,15 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     codes = Codes(*index[2:13], index.probes.astype(np.int32))
     offset = np.float32(exact_row(index.centre, extended))
     tally[0], tally[1] = 0, 2 * extended.size
-    read_rows(index, x, codes.probes, scratch.probed, scratch)
-    estimates.start_estimates(offset, index.base, codes.probes, scratch.known)
-    estimates.start_estimates(offset, index.base, codes.probes, scratch.previewed)
+    read_rows(index, x, codes.probes, scratch.probe_logits, scratch)
+    estimates.start_estimates(offset, index.base, codes.probes, scratch.probe_starts)
+    estimates.start_estimates(offset, index.base, codes.probes, scratch.probe_estimates)
     if has_changed(index.weight, codes.probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, tally[0], tally[1], 0.0, 0, 0, 0.0, 0.0, 0.0)
     scale = measured = measure_errors(codes, plan.first, np.int64(0), extended, scratch)
-    size = _root_mean_square(scratch.previewed, scratch.known, scratch.around, index.steps[plan.first])
+    size = _root_mean_square(
+        scratch.probe_estimates, scratch.probe_starts, scratch.probe_spreads, index.steps[plan.first]
+    )
     signal, toward = size / max(scale, 1e-30), _cosine(index.mean, extended)
     inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
     if not (inside and signal >= usual.signal and math.isfinite(scale)):

@@ -68,7 +68,7 @@ def _turn(row: Any, factors: Any) -> None:
 
 
 @jit_parallel
-def turn(rows: Any, factors: Any) -> None:
+def rotate_rows(rows: Any, factors: Any) -> None:
     """Rotate rows (m, d) in place: signs and Hadamard transform of the first p coordinates, then of the last p.
 
     The power of two p is the greatest in d, so the two overlap, every coordinate is in one of them, and nothing has to
@@ -167,7 +167,7 @@ def _sum_block(low: Any, high: Any, shift: Any, gap: Any) -> Any:
 
 
 @jit_parallel
-def weigh(low: Any, high: Any, shift: Any, gap: Any) -> Any:
+def sum_exponentials(low: Any, high: Any, shift: Any, gap: Any) -> Any:
     """Sum up the exponentials of all lower and of all upper ends, over that of ``shift``, the greatest upper end.
 
     ``gap[i]`` becomes how far those of row i are apart.
@@ -186,7 +186,7 @@ def weigh(low: Any, high: Any, shift: Any, gap: Any) -> Any:
 
 
 @jit_fast
-def level(gap: Any, allowed: float) -> Any:
+def gap_threshold(gap: Any, allowed: float) -> Any:
     """Return a number such that the gaps up to it add up to no more than ``allowed``, nor to much less."""
     low, high = allowed / gap.size, gap.max()
     for _ in range(12):

@@ -12,8 +12,8 @@ tile of classes. That settles which rows are
 Backward takes dense and wide rows together, gathered, through products of matrices, and adds for narrow rows what is
 listed. Nothing is added up in an order that depends on chance.
 
-With a group the weight is one of several shards of rows, in order of the ranks: two small exchanges make the normaliser
-and the kept sum those of all classes, after one of the shards' sizes.
+With a group the weight is one of several shards of rows, in order of the ranks: two small exchanges make the partition
+function and the kept sum those of all classes, after one of the shards' sizes.
 """
 
 from __future__ import annotations

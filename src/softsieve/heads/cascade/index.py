@@ -203,9 +203,9 @@ def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
         "mean": (torch.float32, (size,)),
     }
     for name, value in index._asdict().items():
-        found = (value.dtype, tuple(value.shape))
-        if found != expected[name]:
-            raise ValueError(f"index.{name}: expected {expected[name]}, found {found}")
+        own = (value.dtype, tuple(value.shape))
+        if own != expected[name]:
+            raise ValueError(f"index.{name}: expected {expected[name]}, found {own}")
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise ValueError(f"index.{name}: expected finite numbers, found NaN or infinity")
     for name in ("unit", "steps", "tier_steps", "spreads"):

@@ -55,11 +55,11 @@ class Bounds(Protocol):
 
 def sizes(d: int, first: int) -> list[int]:
     """Lengths of the prefixes: doubling, up to half of all coordinates. Beyond that, all are read."""
-    found = []
+    lengths = []
     while first <= d // 2:
-        found.append(first)
+        lengths.append(first)
         first *= 2
-    return found
+    return lengths
 
 
 def log_term(n: int, d: int, delta: float) -> float:
@@ -143,10 +143,10 @@ class Computed:
     def _round(self, x: Tensor, weights: Tensor, pi: Tensor, order: Tensor, length: Tensor) -> Round:
         spread = (1 - pi) / pi  # variance of I / pi
         index = order[:, : max(1, int(length.max()))]
-        there = torch.arange(index.shape[1], device=x.device) < length[:, None]
+        arrived = torch.arange(index.shape[1], device=x.device) < length[:, None]
         chance, read = pi.gather(-1, index), x.double().gather(-1, index)
-        factor = torch.where(there, read / chance, 0.0).to(x.dtype)
-        root = torch.where(there, read.abs() * (1 - chance).sqrt() / chance, 0.0)
+        factor = torch.where(arrived, read / chance, 0.0).to(x.dtype)
+        root = torch.where(arrived, read.abs() * (1 - chance).sqrt() / chance, 0.0)
         # Roots of V, B and roots of b, as far as they do not depend on the row: times rho, and times norm or largest.
         value = x.double().abs()
         step = torch.where(pi < 1, spread.clamp_min(1.0), 0.0)
