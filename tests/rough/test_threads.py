@@ -205,7 +205,7 @@ def test_threads_of_numba_that_serve_one_caller_at_a_time_are_not_shared() -> No
     """The threading layer workqueue ends the process when two callers meet: the first questions come all at once."""
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); import torch; from tests.rough import test_threads as t\n"
-        "from softsieve.heads import cascade; from numba.np.ufunc import parallel\n"
+        "from softsieve.heads.cascade import cpu as cascade; from numba.np.ufunc import parallel\n"
         "asked = t.head('cascade'); x = 3 * t.made(40, 1); layer = parallel.threading_layer\n"
         "cascade.one_at_a_time.cache_clear()\n"
         "parallel.threading_layer = lambda: (time.sleep(0.2), layer())[1]\n"  # so that all come before the first knows

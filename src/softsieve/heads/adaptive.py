@@ -216,10 +216,8 @@ class AdaptiveSoftmax(Portable):
         With ``top_k`` among the k largest, with ``top_p`` among the largest that have this much probability together,
         at least one. That is the distribution of the exact logits whenever the promise holds: with ``top_k`` that the
         top k are right, without that no logit is above its upper end, which a cascade draws from (`draw_below`). Where
-        no draw is accepted soon, and with ``top_p`` alone, the exact product is drawn from.
-
-        Args:
-            temperature: above 0; 0 draws the largest.
+        no draw is accepted soon, and with ``top_p`` alone, the exact product is drawn from. Temperature 0 draws the
+        largest.
 
         Example:
             >>> AdaptiveSoftmax(torch.eye(3)).sample(torch.tensor([0.0, 9.0, 1.0]), top_k=1).item()
@@ -290,7 +288,7 @@ class AdaptiveSoftmax(Portable):
         sample, engine = queries.detach().reshape(-1, queries.shape[-1]), self._engine
         fewest = self._kind.needed(self.delta) * (2 if engine is None else 1)
         _warn_of_few(len(sample), fewest, self.delta)
-        part: ProgressCallback = partial(_part, progress, 1 / (len(ks) + (engine is None)))
+        part: ProgressCallback = partial(_part, progress, 1 / max(1, len(ks) + (engine is None)))
         if engine is None:
             mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
             moments = _collect_moments(sample[mixed[: max(1, len(sample) // 2)]], self._layer)
@@ -312,8 +310,10 @@ class AdaptiveSoftmax(Portable):
             1.0
         """
         _checks.whole_number("k", k, 0, len(self.weight))
-        answer = self._answer("queries", queries, k, None, batch=1)
-        fine = right(answer, self._layer.logits, self._layer.scaled(queries), self.eps)
+        _checks.queries("queries", queries, self.weight)
+        scaled = self._layer.scaled(queries, "queries")
+        answer = self._answer("queries", queries.reshape(scaled.shape), k, None, batch=1)
+        fine = right(answer, self._layer.logits, scaled, self.eps)
         read = float(answer.bytes_read.double().mean()) / self._layer.bytes
         return Coverage(len(fine), float(fine.double().mean()), read, float(answer.exact.double().mean()))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
-from softsieve.heads import index_file, weightless
+from softsieve.heads import weightless
 from softsieve.heads.engine import Engine, Layer, Options, Promise, State
 from softsieve.heads.engines import check_cascade
 from softsieve.heads.modes import in_own_modes, ordinary, own_modes
@@ -69,6 +69,8 @@ class Portable:
             InputError: when it cannot be written; an older file stays as it was.
             WeightChanged: when the weight is not the one that the index or the calibrations were made for.
         """
+        from softsieve.heads import index_file  # needs safetensors
+
         file = _file(path)
         tensors, settings, _ = self._state()
         if not weight:
@@ -97,6 +99,8 @@ class Portable:
             ...     AdaptiveSoftmax.load(f"{folder}/head.safetensors", weight=weight).eps
             0.1
         """
+        from softsieve.heads import index_file  # needs safetensors
+
         file = _file(path)
         try:
             with own_modes(weight.device.type if isinstance(weight, Tensor) else "cpu"):

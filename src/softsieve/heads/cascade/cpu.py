@@ -101,7 +101,7 @@ class CpuCascade(Cascade):
         _, _, answers = self._run(queries, plan_of(fit), logits.numpy())
         fallbacks = [number for number, one in enumerate(answers) if one.state]
         if fallbacks:
-            _explain(np.array(answers), fit, stacklevel=6)
+            _explain(np.array(answers), fit, stacklevel=5)
         return Estimated(logits, fallbacks, sum(one.bytes_read for one in answers))
 
     def ends(self, queries: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
