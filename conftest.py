@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 # bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction otherwise.
@@ -20,6 +21,7 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would wait for each other
     numba.set_num_threads(1)
+    torch.set_num_threads(1)
 
 settings.register_profile("softsieve", deadline=None, max_examples=200, derandomize=True)
 settings.load_profile("softsieve")
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """As many threads for every test, whatever commands with ``--threads`` the one before has run."""
+    threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    numba.set_num_threads(numba_threads)
 
 
 @pytest.fixture(autouse=True)

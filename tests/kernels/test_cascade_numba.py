@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,16 @@ def test_caches_notice_changes_of_any_module() -> None:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     for function in (kernels.ask, kernels.refine_survivors, rows_numba.exact_rows, estimates_numba.sum_exponentials):
         assert function._cache._cache_file._source_stamp[1] == digest
+
+
+def test_threads_of_torch_stay_as_they_are() -> None:
+    """Who sets OMP_NUM_THREADS=1, as servers do, keeps that when a head is asked."""
+    code = (
+        "import torch, sys; before = torch.get_num_threads(); import softsieve.kernels.cascade_numba; "
+        "sys.exit(before != 1 or torch.get_num_threads() != 1)"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_exp() -> None:

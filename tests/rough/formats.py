@@ -43,12 +43,11 @@ class Prepared(NamedTuple):
 
 Make = Callable[[Path], Prepared]
 FORMATS: dict[str, Make] = {}
-SLOW: dict[str, int] = {}  # formats of which reading takes long, with how many times fewer mutations are the default
 
 
-def a_format(name: str, *, slow: int = 1) -> Callable[[Make], Make]:
+def a_format(name: str) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
-        FORMATS[name], SLOW[name] = make, slow
+        FORMATS[name] = make
         return make
 
     return register
@@ -77,7 +76,7 @@ def answers(head: AdaptiveSoftmax, x: torch.Tensor, k: int) -> Any:
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-@a_format("head index", slow=2)
+@a_format("head index")
 def head_index(folder: Path) -> Prepared:
     weight, queries = torch.randn(90, 24), torch.randn(300, 24) * 2
     cascade = AdaptiveSoftmax(weight, torch.linspace(0, 1, 90), delta=0.1, method="cascade")
@@ -99,7 +98,7 @@ def head_index(folder: Path) -> Prepared:
     return Prepared({folder / name: SAFETENSORS for name in ks}, read, digests=True)
 
 
-@a_format("weight and queries", slow=2)
+@a_format("weight and queries")
 def head_file(folder: Path) -> Prepared:
     from softsieve.integrations.head_file import read_head, write_head
     from softsieve.integrations.hidden_states import Corpus, Head
@@ -122,7 +121,7 @@ def head_file(folder: Path) -> Prepared:
     return Prepared({path: SAFETENSORS}, used(read), digests=True)
 
 
-@a_format("weight and queries, .npy", slow=2)
+@a_format("weight and queries, .npy")
 def npy(folder: Path) -> Prepared:
     from softsieve.integrations.matrix_file import read_queries, read_weight
 
@@ -156,7 +155,7 @@ def used(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@a_format("checkpoint", slow=4)
+@a_format("checkpoint")
 def checkpoint(folder: Path) -> Prepared:
     from softsieve.training.checkpoint import restore_run
     from tests.training.helpers import Net, points, trainer
@@ -187,7 +186,7 @@ def checkpoint(folder: Path) -> Prepared:
     return Prepared(files, read, digests=True)
 
 
-@a_format("model", slow=2)
+@a_format("model")
 def model(folder: Path) -> Prepared:
     from softsieve.training.run import decide, encode, load_model, train
     from softsieve.training.settings import Settings
@@ -217,7 +216,7 @@ def model(folder: Path) -> Prepared:
     return Prepared(files, read)
 
 
-@a_format("model with a tokenizer", slow=10)
+@a_format("model with a tokenizer")
 def pretrained(folder: Path) -> Prepared:
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -249,7 +248,7 @@ def pretrained(folder: Path) -> Prepared:
     return Prepared({place / "task.json": JSON, **dict.fromkeys(inside, JSON)}, read)
 
 
-@a_format("state of ASTrainer", slow=2)
+@a_format("state of ASTrainer")
 def trainer_state(folder: Path) -> Prepared:
     from softsieve.integrations.transformers import SAMPLER, ASTrainerMixin
     from softsieve.integrations.transformers import STATE as FILE
@@ -318,7 +317,7 @@ def table(folder: Path) -> Prepared:
     return Prepared({path: TEXT}, read)
 
 
-@a_format("runs of a comparison", slow=2)
+@a_format("runs of a comparison")
 def runs(folder: Path) -> Prepared:
     from softsieve.comparisons import losses as compare
     from softsieve.training.settings import Settings
@@ -356,7 +355,7 @@ def runs(folder: Path) -> Prepared:
     return Prepared(dict.fromkeys(place.iterdir(), JSON), read)
 
 
-@a_format("run of a report", slow=2)
+@a_format("run of a report")
 def report(folder: Path) -> Prepared:
     from safetensors.torch import save_file
 
@@ -417,25 +416,25 @@ def delimited(comma: str) -> bytes:
     return ("text,label\n" + "".join(f'"{text}",{label}\n' for text, label in quoted)).encode()
 
 
-@a_format("CSV", slow=2)
+@a_format("CSV")
 def csv(folder: Path) -> Prepared:
     (folder / "a.csv").write_bytes(delimited(","))
     return data_from(folder / "a.csv", TEXT)
 
 
-@a_format("CSV, .gz", slow=2)
+@a_format("CSV, .gz")
 def csv_gz(folder: Path) -> Prepared:
     (folder / "a.csv.gz").write_bytes(gzip.compress(delimited(","), mtime=0))
     return data_from(folder / "a.csv.gz", (*BYTES, repacked(TEXT, gzip.decompress, gzip.compress)))
 
 
-@a_format("TSV", slow=2)
+@a_format("TSV")
 def tsv(folder: Path) -> Prepared:
     (folder / "a.tsv").write_bytes(delimited("\t"))
     return data_from(folder / "a.tsv", TEXT)
 
 
-@a_format("JSONL", slow=2)
+@a_format("JSONL")
 def jsonl(folder: Path) -> Prepared:
     rows = [
         {"text": text, "labels": [label, "all"], "more": {"n": number}} for number, (text, label) in enumerate(TEXTS)
@@ -444,14 +443,14 @@ def jsonl(folder: Path) -> Prepared:
     return data_from(folder / "a.jsonl", LINES)
 
 
-@a_format("CoNLL", slow=2)
+@a_format("CoNLL")
 def conll(folder: Path) -> Prepared:
     lines = "".join(f"{word} X {tag}\n" for word, tag in (("Ann", "B-PER"), ("saw", "O"), ("Bob", "B-PER")))
     (folder / "a.conll").write_text(f"-DOCSTART- X O\n\n{lines}\n" + f"{lines}\n" * 5)
     return data_from(folder / "a.conll", TEXT)
 
 
-@a_format("Parquet", slow=2)
+@a_format("Parquet")
 def parquet(folder: Path) -> Prepared:
     import pyarrow
     from pyarrow.parquet import write_table
@@ -461,7 +460,7 @@ def parquet(folder: Path) -> Prepared:
     return data_from(folder / "a.parquet", BYTES)
 
 
-@a_format("saved Hugging Face data set", slow=10)
+@a_format("saved Hugging Face data set")
 def saved_dataset(folder: Path) -> Prepared:
     import datasets
 
@@ -477,7 +476,7 @@ def saved_dataset(folder: Path) -> Prepared:
     return prepared._replace(files=files)
 
 
-@a_format("images", slow=2)
+@a_format("images")
 def images(folder: Path) -> Prepared:
     from PIL import Image
 
@@ -490,7 +489,7 @@ def images(folder: Path) -> Prepared:
     return prepared._replace(files=dict.fromkeys(sorted((folder / "set").rglob("*.*")), BYTES))
 
 
-@a_format("sounds", slow=4)
+@a_format("sounds")
 def sounds(folder: Path) -> Prepared:
     import soundfile
 
@@ -512,7 +511,7 @@ def repacked(how: Sequence[Mutation], unpack: Callable[[bytes], bytes], pack: Ca
     return inside
 
 
-@a_format("files of known data sets", slow=2)
+@a_format("files of known data sets")
 def presets(folder: Path) -> Prepared:
     from softsieve.tasks.presets import load_preset
 

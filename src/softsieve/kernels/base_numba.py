@@ -13,6 +13,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -22,7 +23,9 @@ BLOCK = 512  # rows of the preview that are worked on together: their estimates 
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
 LOG2E = 1.4426950408889634
 
+_torch_threads = torch.get_num_threads()
 numba.get_num_threads()  # starts its threads: a function that comes from numba's cache may not, and crashes then
+torch.set_num_threads(_torch_threads)  # where both use OpenMP, numba has just set the number for torch, too
 
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*numba*.py"))))
 
