@@ -32,7 +32,7 @@ test: $(READY)
 quick: lint
 	$(PYTEST) -q --dist worksteal -m 'not (browser or compiles or statistics or subprocess)'
 
-# As many spoilt files of each format as docs/results/faults.md says; make test tries a tenth of them.
+# As many spoilt files of each format as docs/results/faults.md says; make test tries a twentieth of them.
 test-mutations: $(READY)
 	SOFTSIEVE_MUTATIONS=10000 $(PYTEST) -q tests/rough/test_mutated_files.py
 

@@ -25,7 +25,7 @@ from softsieve.tasks import files
 from softsieve.tasks.files import read_bytes
 from tests.rough.formats import FORMATS
 
-MUTATIONS = int(os.environ.get("SOFTSIEVE_MUTATIONS", "1000"))
+MUTATIONS = int(os.environ.get("SOFTSIEVE_MUTATIONS", "500"))
 GROUPS = {
     "heads": ("head index", "weight and queries", "weight and queries, .npy"),
     "training": ("checkpoint", "model", "model with a tokenizer", "state of ASTrainer", "log.jsonl"),
