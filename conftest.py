@@ -30,7 +30,7 @@ settings.load_profile("softsieve")
 MARKED = {
     "browser": r"test_report_browser|docs/test_site",
     "compiles": r"triton|compile|cascade|dithered|README\.md|AdaptiveSoftmax|test_code_blocks|tests/golden/"
-    r"|heads/test_(biases|changed|drift|index|logits|modes|old_files|sampling)"
+    r"|heads/test_(biases|changed|drift|engines|index|logits|modes|old_files|sampling)"
     r"|integrations/test_(adaptive|distributed|generation|hidden)|cli/test_(demo|doctor|generate|head)"
     r"|comparisons/test_heads|experiments/test_(language|logistic|perplexity)|test_head_scaling",
     "statistics": r"heads/test_(calibration|guarantees)|test_bad_inputs|tests/experiments/|tests/benchmarks/"
