@@ -313,7 +313,7 @@ class AdaptiveSoftmax(Portable):
         _checks.queries("queries", queries, self.weight)
         scaled = self._layer.scaled(queries, "queries")
         answer = self._answer("queries", queries.reshape(scaled.shape), k, None, batch=1)
-        fine = right(answer, self._layer.logits, scaled, self.eps)
+        fine = right(answer, self._layer.logits, scaled, self.eps, rows=len(self.weight))
         read = float(answer.bytes_read.double().mean()) / self._layer.bytes
         return Coverage(len(fine), float(fine.double().mean()), read, float(answer.exact.double().mean()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -88,14 +89,13 @@ class Answer(NamedTuple):
         return Answer(*(value.reshape((*shape, *value.shape[1:])) for value in self))
 
 
-def right(answer: Answer, logits: Callable[[Tensor], Tensor], queries: Tensor, eps: float) -> Tensor:
+def right(answer: Answer, logits: Callable[[Tensor], Tensor], queries: Tensor, eps: float, *, rows: int) -> Tensor:
     """Whether answers to queries (batch, d) are right by their exact logits, up to rounding. (batch,)
 
     That is: the values of the top k, every probability within eps, and the partition function within its interval,
     which is all there is for k = 0 and has then to be within eps, too.
     """
     k, parts = answer.indices.shape[-1], []
-    rows = logits(queries[:1]).shape[-1]
     for some in torch.split(torch.arange(len(queries), device=queries.device), max(1, (1 << 24) // rows)):
         exact = logits(queries[some])
         best, log_z, chosen = exact.topk(k).values, exact.logsumexp(-1), exact.gather(-1, answer.indices[some])
@@ -182,9 +182,9 @@ class Engine(Protocol):
         """
         return True
 
+    @abstractmethod
     def topk(self, x: Tensor, k: int, promise: Promise, generator: torch.Generator | None) -> Answer:
         """The k largest softmax values of queries (..., d); k = 0: the partition function alone."""
-        ...
 
     def log_partition(self, x: Tensor, promise: Promise, generator: torch.Generator | None) -> Answer:
         """The partition function, with no rows."""

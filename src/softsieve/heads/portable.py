@@ -34,6 +34,12 @@ class Portable:
         @property
         def _promise(self) -> Promise: ...
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse to change what engines were made with. ``eps`` and ``delta`` may change, and ask for a calibration."""
+        if name in Options._fields and name in self.__dict__:
+            raise AttributeError(f"{name}: fixed when a head is made: make another one")
+        super().__setattr__(name, value)
+
     @in_own_modes
     def to(self: Head, device: torch.device | str) -> Head:
         """The same head on another device, with an index that has not to be built again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -45,34 +46,34 @@ class Cascade(Engine):
 
     # -- what a CPU and a GPU do in their own ways ---------------------------------------------------------------------
 
+    @abstractmethod
     def solve(self, x: Tensor, fit: Any, k: int) -> Answer:
         """Answer queries (..., d) by a calibration for this k or more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trial(self, queries: Tensor, fit: Any, *, half_width: float | None = None) -> Trial:
         """Answer scaled queries (batch, d), with all that calibration needs to know; the half-width of log Z to reach
         is what eps says unless it is an argument.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def settings(self) -> list[dict[str, int]]:
         """The settings that calibration chooses from."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, k: int, promise: Promise, queries: int) -> Any:
         """A calibration by which everything is read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self, start: Any, trials: list[tuple[Any, Trial]]) -> Any:
         """The calibration that takes least time, from a trial of each of the settings."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ends(self, queries: Tensor, fit: Any) -> tuple[Tensor, Tensor]:
         """Upper ends of all logits of scaled queries, and which queries were answered.
 
         Exact for the finalists, elsewhere the last estimate and as many deviations as the envelope has.
         """
-        raise NotImplementedError
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

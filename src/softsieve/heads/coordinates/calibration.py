@@ -78,7 +78,7 @@ def _width(problem: Problem, shape: Tensor, delta: float, generator: torch.Gener
     in_play = problem  # queries whose answers were right so far
     for width in WIDTHS:
         answer = solve(in_play, Calibrated(problem.reader, shape * width), generator)
-        fine = right(answer, partial(_logits, problem), in_play.x, problem.eps)
+        fine = right(answer, partial(_logits, problem), in_play.x, problem.eps, rows=problem.plain.rows)
         if len(problem.x) - int(fine.sum()) > allowed:
             break
         in_play = in_play._replace(x=in_play.x[fine], turned=in_play.turned[fine])
