@@ -275,10 +275,6 @@ def test_the_cascade_has_a_point_for_every_delta_and_one_calibration(monkeypatch
     calls: list[tuple[str, float, int, object]] = []
 
     class Stand(AdaptiveSoftmax):
-        def __init__(self, *tensors: Tensor | None, method: str, guarantee: str = "calibrated", **options: Any) -> None:
-            super().__init__(*tensors, method="exact", **options)  # type: ignore[arg-type]
-            self.method, self.guarantee = method, guarantee
-
         def calibrate(self, queries: Tensor, k: object = 1, **more: Any) -> Any:
             calls.append((self.method, self.delta, len(queries), k))
 
