@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from softsieve.errors import InputError
 from softsieve.losses.objectives import make_objective
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.hf import FOLDER, PretrainedEncoder
+from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder
 from softsieve.tasks.task import Task, TokenRows
 
 transformers = pytest.importorskip("transformers")
@@ -133,6 +135,36 @@ def test_every_parameter_learns(pretrained: Path) -> None:
         objective(model(**batch.inputs), batch.target).loss.backward()  # type: ignore[no-untyped-call]
         for key, parameter in model.named_parameters():
             assert parameter.grad is not None, key
+
+
+def test_mpnet_computes_its_position_bias_once_and_to_the_bit() -> None:
+    config = transformers.MPNetConfig(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=210,
+    )
+    torch.manual_seed(0)
+    plain = transformers.MPNetModel(config).eval()
+    body = PretrainedBody(copy.deepcopy(plain), features=16, per_word=True).eval()
+    inner: Any = body.encoder.get_submodule("encoder")
+    kept = inner.relative_position_bucket.kept
+    for length in (200, 1, 2, 5, 16, 17, 33, 127, 200):
+        inputs = {"input_ids": torch.randint(3, 20, (2, length)), "attention_mask": torch.ones(2, length).long()}
+        with torch.inference_mode(length == 200):
+            assert torch.equal(body(**inputs), plain(**inputs).last_hidden_state)
+    assert len(kept) == 8  # powers of two from 1 to 128, and 256
+    assert {buckets.is_inference() for buckets in kept.values()} == {False}
+    before = list(kept.values())
+    body(**inputs)
+    assert all(now is then for now, then in zip(kept.values(), before, strict=True))  # a graph has their addresses
+    loss: torch.Tensor = body(**inputs).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert inner.relative_attention_bias.weight.grad is not None
+    state = body.encoder.state_dict()
+    assert state.keys() == {name for name in plain.state_dict() if "pooler" not in name}
 
 
 def test_the_label_is_on_the_first_token_of_a_word(pretrained: Path) -> None:

@@ -134,6 +134,28 @@ def test_dropout_is_drawn_anew() -> None:
     assert len(drawn) == 6
 
 
+def test_what_cannot_be_recorded_runs_without_and_harms_no_other() -> None:
+    host = torch.ones(1000)
+
+    def copying(x: Tensor) -> tuple[Tensor, ...]:
+        return (F.dropout(x, 0.5) * host.to(x.device),)
+
+    x = torch.ones(1000, device="cuda")
+    before = Graphed(lambda x: (F.dropout(x, 0.5),), warmup=1)
+    before(x=x), before(x=x)
+    stream, graphed = torch.cuda.current_stream(), Graphed(copying, warmup=1)
+    with pytest.warns(UserWarning, match="graphs: runs without"):
+        drawn = {tuple(graphed(x=x)[0].tolist()) for _ in range(4)}
+    assert len(drawn) == 4
+    assert graphed.graphs == {}
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()  # which refuses while a recording is under way
+    after = Graphed(lambda x: (F.dropout(x, 0.5),), warmup=1)
+    for other in (before, after):
+        assert len({tuple(other(x=x)[0].tolist()) for _ in range(4)}) == 4
+        assert len(other.graphs) == 1
+
+
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 

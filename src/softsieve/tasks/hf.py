@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,9 @@ class PretrainedBody(Body):
         if hasattr(encoder, "pooler"):
             # Its parameters no loss would reach, which distributed training takes for a fault.
             encoder.register_module("pooler", None)
+        for module in encoder.modules():
+            if hasattr(module, "relative_position_bucket") and hasattr(module, "compute_position_bias"):
+                module.relative_position_bucket = KeptBuckets(module)  # type: ignore[assignment]
         self.encoder, self.features, self.per_word = encoder, features, per_word
         self.dropout = nn.Dropout(0.1)
 
@@ -45,6 +48,30 @@ class PretrainedBody(Body):
             mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
             hidden = (hidden * mask).sum(1) / mask.sum(1)
         return self.dropout(hidden)  # type: ignore[no-any-return]
+
+
+class KeptBuckets:
+    """In the place of MPNet's ``relative_position_bucket``: the same numbers, kept on the device.
+
+    transformers computed them in every call, up to some version on the CPU; a CUDA graph cannot be recorded of a copy
+    from there. They are made for the next power of two of the length and cut. None is ever given up: graphs know
+    addresses alone.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.compute: Callable[..., Tensor] = type(module).relative_position_bucket
+        self.weight: nn.Embedding = module.relative_attention_bias
+        self.kept: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, relative_position: Tensor, **options: int) -> Tensor:
+        rows, columns = relative_position.shape  # the positions themselves are always those of a whole text
+        length = 1 << (max(rows, columns) - 1).bit_length()
+        key = (length, self.weight.weight.device, *options.items())
+        if key not in self.kept:
+            with torch.inference_mode(False):  # they serve training, too
+                place = torch.arange(length, device=relative_position.device)
+                self.kept[key] = self.compute(place - place[:, None], **options).to(self.weight.weight.device)
+        return self.kept[key][:rows, :columns]
 
 
 @dataclass(frozen=True)
