@@ -29,6 +29,8 @@ def test_lines_are_named_by_what_sets_them_apart(tmp_path: Path, make_run: MakeR
         {"loss": "as-softmax", "delta": 0.1, "skip": "solved"},
         {"loss": "as-softmax", "speed_steps": 2},
         {"loss": "softmax", "skip": "infobatch"},
+        {"loss": "softmax", "skip": "selective-backprop"},
+        {"loss": "softmax", "skip": "seta"},
         {"loss": "as-softmax", "speed_steps": 2, "skip": "solved", "patience": 1},
         {"loss": "entmax-1.5"},
     )
@@ -38,6 +40,8 @@ def test_lines_are_named_by_what_sets_them_apart(tmp_path: Path, make_run: MakeR
         "AS-Softmax, delta 0.1, solved rows skipped",
         "AS-Speed",
         "softmax with InfoBatch",
+        "softmax with Selective-Backprop",
+        "softmax with SeTa",
         "AS-Speed, solved rows skipped, stopped early",
         "entmax-1.5",
     ]

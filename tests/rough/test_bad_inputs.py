@@ -35,7 +35,7 @@ from softsieve.losses import make_objective
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.read import read_data, read_inputs
 from softsieve.tasks.rows import Rows
-from softsieve.training import InfoBatchSampler
+from softsieve.training import InfoBatchSampler, SelectiveBackpropSampler, SeTaSampler
 from softsieve.training.settings import Settings
 
 N, D, ROWS = 40, 8, 6  # classes, features, rows
@@ -477,6 +477,35 @@ ENTRIES: dict[str, Entry] = {
     "InfoBatchSampler.load_state_dict": Entry(
         lambda state: InfoBatchSampler(N, epochs=3).load_state_dict(state),
         lambda: {"state": InfoBatchSampler(N, epochs=3).state_dict()},
+        {"state": "mapping"},
+    ),
+    "SeTaSampler": Entry(
+        lambda **args: SeTaSampler(**args).next_epoch(),
+        lambda: {"num_samples": 5, "epochs": 3},
+        {
+            "num_samples": "size",
+            **dict.fromkeys(("epochs", "groups", "seed"), "whole"),
+            **dict.fromkeys(("prune", "window", "anneal"), "number"),
+        },
+    ),
+    "SelectiveBackpropSampler": Entry(
+        lambda **args: SelectiveBackpropSampler(**args).next_epoch(),
+        lambda: {"num_samples": 5},
+        {"num_samples": "size", "beta": "number", "history": "whole", "seed": "whole"},
+    ),
+    "SelectiveBackpropSampler.choose": Entry(
+        lambda **args: SelectiveBackpropSampler(N).choose(**args),
+        lambda: {"loss": _made(ROWS)},
+        {"loss": "tensor"},
+    ),
+    "SelectiveBackpropSampler.update": Entry(
+        lambda **args: SelectiveBackpropSampler(N).update(**args),
+        lambda: {"indices": torch.arange(ROWS), "loss": _made(ROWS)},
+        {"indices": "tensor", "loss": "tensor"},
+    ),
+    "SelectiveBackpropSampler.load_state_dict": Entry(
+        lambda state: SelectiveBackpropSampler(N).load_state_dict(state),
+        lambda: {"state": SelectiveBackpropSampler(N).state_dict()},
         {"state": "mapping"},
     ),
     "AdaptiveSoftmax": Entry(

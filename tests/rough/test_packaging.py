@@ -89,7 +89,8 @@ test = doctest.DocTestParser().get_doctest(block, {}, "README", "README.md", 0)
 print(doctest.DocTestRunner(verbose=False).run(test))
 names = [name for module in (softsieve, softsieve.losses, softsieve.training) for name in module.__all__]
 for module in ("losses.cross_entropy", "losses.linear", "losses.modules", "losses.multilabel", "losses.schedule",
-               "losses.objectives", "training.sampler", "training.speed", "training.infobatch"):
+               "losses.objectives", "training.sampler", "training.speed", "training.infobatch",
+               "training.selective", "training.seta"):
     loaded = __import__(f"softsieve.{module}", fromlist=["x"])
     found = doctest.testmod(loaded, extraglobs={"torch": __import__("torch")}, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert found.attempted and not found.failed, module

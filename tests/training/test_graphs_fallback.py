@@ -28,7 +28,7 @@ class Device:
 
     @contextlib.contextmanager
     def graph(self, graph: Any, pool: Any = None) -> Iterator[None]:
-        self.current = "recording"
+        before, self.current = self.current, "recording"
         self.recording = pool is not None
         try:
             yield
@@ -36,7 +36,7 @@ class Device:
             self.recording = False
             if pool is not None:
                 raise RuntimeError("operation failed due to a previous error during capture")
-            self.current = "ours"
+            self.current = before
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from softsieve.errors import InputError
 from softsieve.losses.objectives import ASSoftmax
 from softsieve.tasks.rows import Rows
-from softsieve.training import InfoBatchSampler, SolvedSampler
+from softsieve.training import InfoBatchSampler, SelectiveBackpropSampler, SeTaSampler, SolvedSampler
 from softsieve.training.checkpoint import checkpoints, load_checkpoint
 from softsieve.training.loop import Trainer
-from softsieve.training.settings import Settings
+from softsieve.training.settings import SKIP, Settings
 from softsieve.training.steps import GraphSteps
 from tests.helpers import default_dtype
 from tests.training.helpers import CLASSES, Judge, Net, equal_weights, flags, points, tokens, trainer
@@ -292,6 +292,39 @@ def test_infobatch_weights_enter_the_loss() -> None:
     torch.testing.assert_close(3 * ends[0], ends[1])
 
 
+def test_selective_backprop_screens_everything_and_trains_on_what_it_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = points(400, noise=0.3)
+    made = trainer(rows, loss="softmax", skip="selective-backprop", epochs=6, eval_batch_size=32)
+    assert isinstance(made.sampler, SelectiveBackpropSampler)
+    blocks, choose = [], made.sampler.choose
+
+    def watched(loss: Tensor) -> Tensor:
+        blocks.append(len(loss))
+        return choose(loss)
+
+    monkeypatch.setattr(made.sampler, "choose", watched)
+    result = made.fit()
+    assert sum(blocks) == 2400
+    assert max(blocks) == 400 // 16  # a model changes while it is trained: no block is long
+    assert result.screened == made.sampler.screened == 6 * 400
+    assert 0.4 * 2400 < result.trained < 0.6 * 2400
+    chosen = made.state.pending_rows()
+    loss = made.evaluator.answers(rows, torch.arange(400))[1]
+    left = torch.ones(400, dtype=torch.bool).index_fill(0, chosen, False)
+    assert loss[chosen].mean() > 2 * loss[left].mean()  # of the last epoch
+
+
+def test_seta_visits_a_window_of_the_rows() -> None:
+    made = trainer(points(400, noise=0.3), loss="softmax", skip="seta", epochs=8)
+    result = made.fit()
+    assert result.screened == 0
+    assert 8 * 200 < result.trained < 8 * 360
+    assert isinstance(made.sampler, SeTaSampler)
+    assert made.sampler.loss.isfinite().all()
+
+
 def test_infobatch_uses_the_weights_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(points(100, noise=0.3), loss="softmax", skip="infobatch", epochs=8)
     assert isinstance(made.sampler, InfoBatchSampler)
@@ -299,7 +332,7 @@ def test_infobatch_uses_the_weights_of_the_epoch(monkeypatch: pytest.MonkeyPatch
 
     def watched(index: Tensor, micro_batches: int) -> None:
         nonlocal different
-        assert torch.equal(made.results.weight, made.sampler.weights)  # type: ignore[union-attr]
+        assert torch.equal(made.results.weight, made.sampler.weights)  # type: ignore[attr-defined]
         different += int((made.results.weight != 1).any())
         step(index, micro_batches)
 
@@ -485,7 +518,7 @@ def test_multilabel() -> None:
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("settings", [{"skip": "solved"}, {"skip": "infobatch"}, {"speed_steps": 2, "merge": False}])
+@pytest.mark.parametrize("settings", [*({"skip": skip} for skip in SKIP), {"speed_steps": 2, "merge": False}])
 def test_the_default_dtype_changes_nothing(default: torch.dtype, settings: dict[str, Any], tmp_path: Path) -> None:
     rows, model = points(40), Net()
     plain = trainer(rows, validation=rows, **settings).fit()

@@ -27,6 +27,8 @@ MODES: dict[str, dict[str, Any]] = {
     "skipping": {"skip": "solved", "eval_batch_size": 32},
     "speed": {"speed_steps": 3, "speed_lambda": 2.0, "merge": False},
     "infobatch": {"loss": "softmax", "skip": "infobatch"},
+    "selective-backprop": {"loss": "softmax", "skip": "selective-backprop", "eval_batch_size": 32},
+    "seta": {"loss": "softmax", "skip": "seta"},
     "margin": {"delta_ratio": 0.7, "eval_steps": 4},
 }
 
@@ -100,7 +102,7 @@ def test_what_may_differ(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "other") == []
 
 
-@pytest.mark.parametrize("mode", ["skipping", "infobatch"])
+@pytest.mark.parametrize("mode", ["skipping", "infobatch", "selective-backprop", "seta"])
 def test_checkpoints_do_not_change_the_run(mode: str, tmp_path: Path) -> None:
     results, ends = [], []
     for save_steps in (0, 3, 7):

@@ -41,7 +41,7 @@ from softsieve.training.settings import Settings
         ({"delta_ratio": -1}, ValueError, "ratio: expected a number in"),
         ({"delta_shape": "round"}, ValueError, "shape: expected one of 'linear', 'cosine', found 'round'"),
         ({"speed_lambda": 0}, ValueError, "lam.*: expected a number in"),
-        ({"skip": "all"}, ValueError, "skip: expected one of 'no', 'solved', 'infobatch', found 'all'"),
+        ({"skip": "all"}, ValueError, "skip: expected one of 'no', 'solved', 'infobatch', .*, 'seta', found 'all'"),
         ({"precision": "fp8"}, ValueError, "precision: expected one of 'no', 'bf16', 'fp16', found 'fp8'"),
         ({"loss": "softmax", "skip": "solved"}, ValueError, "skip='solved': expected the loss 'as-softmax'"),
         ({"loss": "softmax", "speed_steps": 2}, ValueError, "speed_steps=2: expected the loss 'as-softmax'"),
@@ -55,7 +55,8 @@ def test_refused(options: dict[str, Any], error: type[Exception], words: str) ->
 
 
 def test_allowed() -> None:
-    Settings(loss="softmax", skip="infobatch")
+    for rival in ("infobatch", "selective-backprop", "seta"):
+        Settings(loss="softmax", skip=rival)
     Settings(loss="softmax", graphs=True, delta_ratio=0.5)  # a margin that is not used
     Settings(graphs=True, precision="bf16", speed_steps=4, skip="solved")
 

@@ -15,6 +15,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "am-softmax": {"loss": "am-softmax"},
     "early-stopping": {"loss": "softmax", "patience": 1},
     "infobatch": {"loss": "softmax", "skip": "infobatch"},
+    "selective-backprop": {"loss": "softmax", "skip": "selective-backprop"},
+    "seta": {"loss": "softmax", "skip": "seta"},
     "as-softmax": {"loss": "as-softmax"},
     "as-speed": {"loss": "as-softmax", "speed_steps": 2},
     "as-skip": {"loss": "as-softmax", "skip": "solved"},

@@ -20,6 +20,8 @@ NAMES = {
     "as-skip-speed-stopping": "AS-Speed, solved rows skipped, stopped early",
     "early-stopping": "softmax, stopped early",
     "infobatch": "softmax with InfoBatch",
+    "selective-backprop": "softmax with Selective-Backprop",
+    "seta": "softmax with SeTa",
 }
 
 

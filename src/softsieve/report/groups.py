@@ -14,6 +14,7 @@ from softsieve.report.words import Row, cell, deviation, grouped, is_number, spo
 
 # What a loss without a margin does not look at.
 _OF_THE_MARGIN = ("delta", "initial_delta", "delta_ratio", "delta_shape", "speed_steps", "speed_lambda")
+_RIVALS = {"infobatch": "InfoBatch", "selective-backprop": "Selective-Backprop", "seta": "SeTa"}
 _UNSAID = ("seed", "labels", "parameters", "save_steps", "save_total_limit", "logging_steps", "eval_batch_size")
 
 
@@ -89,9 +90,10 @@ def name_of(settings: Row) -> str:
         steps = settings.get("speed_steps")
         fast = isinstance(steps, int) and steps > 1
         name = "AS-Speed" if fast else f"AS-Softmax, delta {cell(settings.get('delta'))}"
-    if settings.get("skip") == "infobatch":
-        name += " with InfoBatch"
-    if settings.get("skip") == "solved":
+    skip = str(settings.get("skip"))
+    if skip in _RIVALS:
+        name += f" with {_RIVALS[skip]}"
+    if skip == "solved":
         name += ", solved rows skipped"
     return name + (", stopped early" if settings.get("patience") else "")
 

@@ -32,6 +32,8 @@ class InfoBatchSampler:
         (3, [2.0, 2.0, 1.0, 1.0])
     """
 
+    wants = "loss"  # what of a row's training pass `update` is told
+
     def __init__(
         self, num_samples: int, *, epochs: int, prune: float = 0.5, anneal: float = 0.875, seed: int = 0
     ) -> None:
@@ -55,16 +57,25 @@ class InfoBatchSampler:
         """Begin an epoch: the rows to visit, in order; ``weights`` then holds what each counts."""
         self.epoch += 1
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        visit = torch.ones(self.num_samples, dtype=torch.bool)
         self.weights = torch.ones(self.num_samples, dtype=torch.float32)
-        if self.epoch > 0 and self.epoch < self.anneal * self.epochs:
+        order = self._visits(generator).nonzero().flatten()
+        self.plan = order[torch.randperm(len(order), generator=generator)]
+        return self.plan
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the epoch is one of the last, which do not prune."""
+        return self.epoch >= self.anneal * self.epochs
+
+    def _visits(self, generator: torch.Generator) -> Tensor:
+        """Which rows the epoch visits: bool, (num_samples,). Sets their weights."""
+        visit = torch.ones(self.num_samples, dtype=torch.bool)
+        if self.epoch > 0 and not self.anneals:
             below = (self.loss < self.loss[self.loss.isfinite()].mean()).nonzero().flatten()
             leave = int(self.prune * len(below))
             visit[below[torch.randperm(len(below), generator=generator)[:leave]]] = False
             self.weights[below] = len(below) / max(1, len(below) - leave)  # exact, also for few rows
-        order = visit.nonzero().flatten()
-        self.plan = order[torch.randperm(len(order), generator=generator)]
-        return self.plan
+        return visit
 
     def state_dict(self) -> dict[str, Any]:
         """All that changes."""

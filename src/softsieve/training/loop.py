@@ -16,9 +16,9 @@ from softsieve.losses.objectives import Objective
 from softsieve.tasks.rows import Rows
 from softsieve.training.checkpoint import RunState, restore_run, save_run
 from softsieve.training.evaluator import Evaluator, Judge
-from softsieve.training.infobatch import InfoBatchSampler
 from softsieve.training.journal import Journal
 from softsieve.training.replica import Replica
+from softsieve.training.rivals import RIVALS, Chooser, RowSampler
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
 from softsieve.training.steps import EagerSteps, GraphSteps, RowResults
@@ -90,12 +90,15 @@ class Trainer:
         """Tell the sampler what training showed."""
         if self.state.pending:
             index = self.state.pending_rows()
-            values = self.results.loss if isinstance(self.sampler, InfoBatchSampler) else self.results.solved
+            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "solved"))
             self.sampler.update(index, values[index.to(self.replica.device)].cpu())
             self.state.pending = []
 
     def _screen(self, rows: Tensor) -> Tensor:
-        """The rows without those that a screening pass shows to be solved."""
+        """The rows without those that a screening pass shows to be solved, or that the sampler does not choose."""
+        if isinstance(self.sampler, Chooser):
+            self.state.screened += len(rows)
+            return rows[self.sampler.choose(self.evaluator.answers(self.train, rows)[1].cpu())]
         if not isinstance(self.sampler, SolvedSampler) or self.settings.skip != "solved":
             return rows
         self.update_sampler()
@@ -113,7 +116,7 @@ class Trainer:
     def _fill_queue(self, size: int) -> None:
         s, state, plan, ranks = self.settings, self.state, self.sampler.plan, self.replica.ranks
         block = len(plan)
-        if s.skip == "solved":
+        if s.skip == "solved" or isinstance(self.sampler, Chooser):
             block = max(s.batch_size * ranks, min(BLOCK * s.eval_batch_size * ranks, len(self.train) // FRESH))
         while len(state.queue) < size and state.position < len(plan):
             rows = plan[state.position : state.position + block]
@@ -163,8 +166,8 @@ class Trainer:
             self.update_sampler()
             self.sampler.next_epoch()
             state.in_epoch, state.position = True, 0
-        if isinstance(self.sampler, InfoBatchSampler):
-            self.results.weight.copy_(self.sampler.weights)
+        if (weights := getattr(self.sampler, "weights", None)) is not None:
+            self.results.weight.copy_(weights)
         micro_batches = self.speed.steps
         while True:
             size = s.batch_size * ranks * micro_batches
@@ -259,9 +262,9 @@ def _check(train: Rows, validation: Rows | None, judge: Judge, settings: Setting
             raise InputError(f"metric: expected one of loss, {', '.join(known)}, found {settings.metric!r}")
 
 
-def _make_sampler(rows: int, settings: Settings) -> SolvedSampler | InfoBatchSampler:
-    if settings.skip == "infobatch":
-        return InfoBatchSampler(rows, epochs=settings.epochs, seed=settings.seed)
+def _make_sampler(rows: int, settings: Settings) -> RowSampler:
+    if settings.skip in RIVALS:
+        return RIVALS[settings.skip](rows, settings)
     tolerance, screen_above = (settings.tolerance, settings.screen_above) if settings.skip == "solved" else (0.0, 1.0)
     seed, recheck = settings.seed, settings.recheck
     return SolvedSampler(rows, tolerance=tolerance, recheck=recheck, screen_above=screen_above, seed=seed)

@@ -11,7 +11,7 @@ from softsieve.losses.objectives import Objective, make_objective
 from softsieve.losses.schedule import SHAPES, DeltaSchedule
 from softsieve.training.speed import ASSpeed
 
-SKIP = ("no", "solved", "infobatch")
+SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
 
 
@@ -28,7 +28,8 @@ class Settings:
         speed_steps, speed_lambda: AS-Speed's largest number of micro-batches in an optimizer step (1: off) and lambda.
         merge: run the micro-batches of a window as one pass, which gives the same gradient faster and takes the memory
             of all of them.
-        skip: ``"solved"`` leaves out what AS-Softmax has solved (`SolvedSampler`), ``"infobatch"`` follows InfoBatch.
+        skip: ``"solved"`` leaves out what AS-Softmax has solved (`SolvedSampler`); ``"infobatch"``,
+            ``"selective-backprop"`` and ``"seta"`` follow its rivals.
         tolerance, recheck, screen_above: policy of `SolvedSampler`.
         eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
             evaluation means once an epoch, for checkpoints never.
