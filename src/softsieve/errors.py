@@ -1,4 +1,4 @@
-"""The one error of our own, and words of its messages."""
+"""Errors of our own, and words of their messages."""
 
 from collections.abc import Iterable
 
@@ -8,6 +8,10 @@ class InputError(ValueError):
 
     The command line prints it without a traceback and exits with 1.
     """
+
+
+class DivergedError(InputError):
+    """Training that came to a loss which is not finite."""
 
 
 def listed(names: Iterable[str]) -> str:

@@ -115,6 +115,20 @@ def test_goemotions(tmp_path: Path) -> None:
         load_preset("goemotions", tmp_path)
 
 
+def test_eurlex57k(tmp_path: Path) -> None:
+    for part, only in (("train", "1"), ("dev", "2"), ("test", "3")):
+        documents = [{"text": f"{part} text", "labels": ["9", only]}, {"text": "none", "labels": []}]
+        pack(tmp_path / f"eurlex57k/{part}.jsonl.gz", "".join(json.dumps(one) + "\n" for one in documents))
+    data = load_preset("eurlex57k", tmp_path)
+    assert data.kind == "multilabel"
+    assert label_names(data) == ["1", "2", "3", "9"]  # also those that training does not show
+    for examples, name, only in ((data.train, "train", "1"), (data.validation, "dev", "2"), (data.test, "test", "3")):
+        assert rows(examples) == [(f"{name} text", ["9", only]), ("none", [])]
+    pack(tmp_path / "eurlex57k/dev.jsonl.gz", json.dumps({"text": "no labels"}) + "\n")
+    with pytest.raises(InputError, match=r"files not as expected for eurlex57k \(KeyError: 'labels'\)"):
+        load_preset("eurlex57k", tmp_path)
+
+
 def test_reuters(tmp_path: Path) -> None:
     documents = [
         (["acq", "odd"], "A", "text"),

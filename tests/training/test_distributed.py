@@ -119,7 +119,10 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tokens": (tokens(85), {"skip": "solved", "epochs": 5, "speed_steps": 2, "merge": False, "eval_batch_size": 3}),
     "flags": (flags(45), {"delta_ratio": 0.5}),
     "infobatch": (points(45, noise=0.2), {"loss": "softmax", "skip": "infobatch", "epochs": 4}),
-    "selective": (points(181, noise=0.2), {"loss": "softmax", "skip": "selective-backprop", "eval_batch_size": 15}),
+    "selective": (
+        points(181, noise=0.2),
+        {"loss": "softmax", "skip": "selective-backprop", "epochs": 3, "eval_batch_size": 15},
+    ),
     "seta": (points(45, noise=0.2), {"loss": "softmax", "skip": "seta", "epochs": 4}),
 }
 SHARDED = ("plain", "skipping", "windows")

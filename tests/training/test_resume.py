@@ -224,6 +224,16 @@ def test_of_other_settings(output: Path, settings: dict[str, Any], words: str) -
     assert refuse(output, words, made=make("plain", output, **{"epochs": 1, "patience": 0, **settings}))
 
 
+def test_of_other_options_of_the_loss(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": "label-smoothing", "epochs": 1, "patience": 0, "save_total_limit": 1}
+    make("plain", tmp_path, loss_options={"smoothing": 0.2}, **options).fit()
+    make("plain", tmp_path, loss_options={"smoothing": 0.2}, **options).fit(tmp_path / "checkpoint-15")
+    words = r"made with loss_options=\{'smoothing': 0.2\}, this run has None$"
+    assert refuse(tmp_path, words, made=make("plain", tmp_path, **options))
+    words = r"made with loss_options=\{'smoothing': 0.2\}, this run has \{'smoothing': 0.1\}$"
+    assert refuse(tmp_path, words, made=make("plain", tmp_path, loss_options={"smoothing": 0.1}, **options))
+
+
 def test_of_other_data(output: Path) -> None:
     settings: dict[str, Any] = {"validation": points(50, seed=1), "epochs": 1, "save_steps": 3, "output": output}
     assert refuse(output, "made with 120 rows, this run has 119$", made=trainer(points(119), **settings))

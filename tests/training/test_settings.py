@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softsieve.losses.objectives import SINGLE_LABEL, ASSoftmax, MultiLabelASSoftmax, MultiLabelSoftmax
+from softsieve.losses.objectives import SINGLE_LABEL, AMSoftmax, ASSoftmax, MultiLabelASSoftmax, MultiLabelSoftmax
 from softsieve.training.settings import Settings
 
 
@@ -45,6 +45,16 @@ from softsieve.training.settings import Settings
         ({"precision": "fp8"}, ValueError, "precision: expected one of 'no', 'bf16', 'fp16', found 'fp8'"),
         ({"loss": "softmax", "skip": "solved"}, ValueError, "skip='solved': expected the loss 'as-softmax'"),
         ({"loss": "softmax", "speed_steps": 2}, ValueError, "speed_steps=2: expected the loss 'as-softmax'"),
+        (
+            {"loss": "am-softmax", "loss_options": {"k": 3}},
+            TypeError,
+            "am-softmax: expected options among .*, found 'k'",
+        ),
+        ({"loss": "am-softmax", "loss_options": {"margin": 9}}, ValueError, r"margin: expected a number in \[0, 2\]"),
+        ({"loss": "softmax", "loss_options": {"margin": 0.1}}, TypeError, "softmax: expected options among"),
+        ({"loss_options": {"delta": 0.1}}, ValueError, "loss_options: expected options that .*, found 'delta'"),
+        ({"loss": "softmax", "loss_options": {"reduction": "sum"}}, ValueError, "loss_options: .*found 'reduction'"),
+        ({"loss": "softmax", "loss_options": [1]}, TypeError, "loss_options: expected a dict, found list"),
         ({"graphs": True, "precision": "fp16"}, ValueError, "graphs: expected a constant delta"),
         ({"graphs": True, "delta_ratio": 0.5}, ValueError, "graphs: expected a constant delta"),
     ],
@@ -73,6 +83,18 @@ def test_objectives() -> None:
     assert coming_down.objective(multilabel=False) == ASSoftmax(delta=0.9, reduction="none")
 
 
+def test_options_of_a_loss() -> None:
+    settings = Settings(loss="am-softmax", loss_options={"scale": 20.0, "margin": 0.2})
+    assert settings == Settings(loss="am-softmax", loss_options={"margin": 0.2, "scale": 20.0})
+    assert len({settings, Settings(loss="am-softmax")}) == 2  # as keys
+    assert settings.objective(multilabel=False) == AMSoftmax(margin=0.2, scale=20.0, reduction="none")
+    assert settings.asdict()["loss_options"] == {"margin": 0.2, "scale": 20.0}
+    assert Settings(**json.loads(json.dumps(settings.asdict()))) == settings
+    assert dataclasses.replace(settings, seed=1).loss_options == settings.loss_options
+    assert Settings(loss_options={}) == Settings()
+    assert "loss_options" not in Settings().asdict()  # as it was when there were none
+
+
 def test_schedule_counts_in_shares_of_training() -> None:
     schedule = Settings(delta=0.2, initial_delta=1.0, delta_ratio=0.5).schedule()
     assert [schedule(done) for done in (0, 0.25, 0.5, 1)] == [1.0, pytest.approx(0.6), 0.2, 0.2]
@@ -96,4 +118,4 @@ def test_learning_rate_at_its_corners() -> None:
 def test_round_trip_through_json() -> None:
     settings = Settings(epochs=7, skip="solved", delta_ratio=0.3, precision="bf16")
     assert Settings(**json.loads(json.dumps(settings.asdict()))) == settings
-    assert list(settings.asdict()) == [field.name for field in dataclasses.fields(Settings)]
+    assert {*settings.asdict(), "loss_options"} == {field.name for field in dataclasses.fields(Settings)}

@@ -50,8 +50,8 @@ class Options:
     validation_data: str | None = _data("validation data of its own")
     test_data: str | None = _data("test data of its own")
     task_name: str | None = _data(
-        "a data set we know: sst5, clinc150, goemotions, reuters, conll2003, sighan15, mnist, eurosat, cifar10 or "
-        "fsdd, read from --data-dir",
+        "a data set we know: sst5, clinc150, goemotions, reuters, eurlex57k, conll2003, sighan15, mnist, eurosat, "
+        "cifar10 or fsdd, read from --data-dir",
     )
     data_dir: Path | None = _data("where the data sets we know are, a folder each; data if not given")  # noqa: RUF009
     task: str | None = _data("text, multilabel, tokens, image or audio; found from the data if not given")

@@ -99,6 +99,18 @@ def _reuters(folder: Path) -> Data:
     return _add_validation(_make_data("multilabel", rows("train"), None, rows("test"), topics))
 
 
+def _eurlex57k(folder: Path) -> Data:
+    """The label set is that of all parts, as some EuroVoc concepts occur in the validation or test part only."""
+
+    def rows(part: str) -> list[tuple[Any, Any, str]]:
+        table = read_table(folder / f"{part}.jsonl.gz")
+        return list(zip(table.columns["text"], table.columns["labels"], table.where, strict=True))
+
+    train, validation, test = (rows(part) for part in ("train", "dev", "test"))
+    concepts = {concept for _, has, _ in train + validation + test for concept in has}
+    return _make_data("multilabel", train, validation, test, sorted(concepts))
+
+
 def _conll2003(folder: Path) -> Data:
     def part(name: str) -> Examples:
         examples = read_conll(folder / f"{name}.txt.gz")
@@ -216,6 +228,7 @@ PRESETS: dict[str, Preset] = {
     "clinc150": Preset("text", "clinc150", _clinc150),
     "goemotions": Preset("multilabel", "goemotions", _goemotions),
     "reuters": Preset("multilabel", "reuters21578", _reuters),
+    "eurlex57k": Preset("multilabel", "eurlex57k", _eurlex57k),
     "conll2003": Preset("tokens", "conll2003", _conll2003),
     "sighan15": Preset("tokens", "sighan_csc", _sighan15),
     "mnist": Preset("image", "mnist", _mnist),

@@ -237,7 +237,7 @@ def _check_same_run(trainer: Trainer, folder: Path, state: dict[str, Any]) -> No
             raise InputError(f"{folder}: made with {shown(state[name])} {name}, this run has {count}")
     if state["data"] != trainer.fingerprint:
         raise InputError(f"{folder}: made with other training data")
-    for name, value in trainer.settings.asdict().items():
+    for name, value in {**dict.fromkeys(state["settings"]), **trainer.settings.asdict()}.items():
         saved = state["settings"].get(name)
         if name not in MAY_DIFFER and saved != value:
             raise InputError(f"{folder}: made with {name}={shown(saved)}, this run has {value!r}")

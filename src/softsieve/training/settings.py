@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class Settings:
 
     Attributes:
         loss: name of the objective, one of ``softsieve.losses.objectives.SINGLE_LABEL`` (or ``MULTI_LABEL``).
+        loss_options: of that objective, by name: ``{"margin": 0.2}``; None: as it comes. AS-Softmax has ``delta``.
         epochs, batch_size: passes over the data and rows of a micro-batch on each process.
         learning_rate, weight_decay, warmup_ratio, max_grad_norm: AdamW with a linear warm-up over a share of training
             and a linear decay to 0, by samples seen; samples that are left out count as seen.
@@ -42,6 +44,7 @@ class Settings:
     """
 
     loss: str = "as-softmax"
+    loss_options: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
     epochs: int = 3
     batch_size: int = 32
     eval_batch_size: int = 512
@@ -83,6 +86,7 @@ class Settings:
         _checks.number("warmup_ratio", self.warmup_ratio, 0, 1)
         for name, low in {"tolerance": 0, "recheck": 1e-6, "screen_above": 0}.items():
             _checks.number(name, getattr(self, name), low, 1)
+        self._check_loss_options()
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)
@@ -96,6 +100,18 @@ class Settings:
         if self.graphs and (self.precision == "fp16" or (self.adaptive and self.delta_ratio > 0)):
             raise ValueError("graphs: expected a constant delta and a precision other than fp16")
 
+    def _check_loss_options(self) -> None:
+        """Refuse what the objective does not take, and keep the rest as pairs, which can be hashed."""
+        options: Any = {} if self.loss_options is None else self.loss_options
+        if not isinstance(options, Mapping | tuple):
+            raise TypeError(f"loss_options: expected a dict, found {type(options).__name__}")
+        options = dict(options)
+        for name in options.keys() & {"delta", "ignore_index", "reduction"}:
+            raise ValueError(f"loss_options: expected options that the loss alone has, found {name!r}")
+        if options:
+            make_objective(self.loss, **options)
+        object.__setattr__(self, "loss_options", tuple(sorted(options.items())) or None)
+
     @property
     def adaptive(self) -> bool:
         """Whether the loss has a margin and says which rows are solved."""
@@ -103,7 +119,9 @@ class Settings:
 
     def objective(self, *, multilabel: bool) -> Objective:
         """The loss, row by row: the loop weights and divides."""
-        options: dict[str, Any] = {"delta": self.schedule()(0)} if self.adaptive else {}
+        options: dict[str, Any] = dict(self.loss_options or ())
+        if self.adaptive:
+            options["delta"] = self.schedule()(0)
         return make_objective(self.loss, multilabel=multilabel, reduction="none", **options)
 
     def schedule(self) -> DeltaSchedule:
@@ -121,5 +139,7 @@ class Settings:
         return self.learning_rate * (1 - progress) / (1 - self.warmup_ratio) if self.warmup_ratio < 1 else 0.0
 
     def asdict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
-        return dataclasses.asdict(self)
+        """As plain values, for JSON; ``loss_options`` where there are any, as earlier versions had none."""
+        values = dataclasses.asdict(self)
+        options = values.pop("loss_options")
+        return values if options is None else {**values, "loss_options": dict(options)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
-from softsieve.errors import InputError
+from softsieve.errors import DivergedError
 from softsieve.tasks.rows import Batch, Rows
 from softsieve.training.replica import Replica, count_labels
 from softsieve.training.settings import Settings
@@ -38,7 +38,7 @@ class RowResults:
         self.tally.zero_()
         self.steps = self.samples = 0
         if not math.isfinite(loss):
-            raise InputError(f"the loss is {loss} at step {step}: try a smaller learning rate or another precision")
+            raise DivergedError(f"the loss is {loss} at step {step}: try a smaller learning rate or another precision")
         return loss, solved
 
 
