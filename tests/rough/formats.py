@@ -355,6 +355,27 @@ def runs(folder: Path) -> Prepared:
     return Prepared(dict.fromkeys(place.iterdir(), JSON), read)
 
 
+@a_format("trials of a search")
+def trials(folder: Path) -> Prepared:
+    from softsieve.comparisons import losses as compare
+    from softsieve.comparisons import search
+    from softsieve.training.settings import Settings
+
+    base = compare.Job("sst5", "am-softmax", Settings(loss="am-softmax"), None, 128, "")
+    jobs = [search._trial(base, number) for number in (1, 2)]
+    place = folder / "a.runs"
+    place.mkdir()
+    for job in jobs:
+        run = {"validation": {"accuracy": 0.5, "loss": 0.25}, "seconds": 3.5, "settings": job.settings.asdict()}
+        (place / f"{job.name}.json").write_text(json.dumps(run))
+
+    def read(path: Path) -> Any:
+        found = search.conclude([base], jobs, dict(compare.run_each(jobs, place)))
+        return found.jobs, search.markdown(found.trials), json.dumps(found.trials)
+
+    return Prepared(dict.fromkeys(place.iterdir(), JSON), read)
+
+
 @a_format("run of a report")
 def report(folder: Path) -> Prepared:
     from safetensors.torch import save_file

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +17,10 @@ from softsieve.cli.errors import one_line
 from softsieve.comparisons.output import beside
 from softsieve.comparisons.recipes import ROWS
 from softsieve.errors import InputError
+
+if TYPE_CHECKING:
+    from softsieve.comparisons.losses import Job, Outcome
+    from softsieve.comparisons.search import Search
 
 
 def compare(
@@ -32,18 +37,24 @@ def compare(
     learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
     delta: Annotated[float | None, typer.Option(min=0, max=1, help="instead of the recipe's")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
+    search: Annotated[
+        int | None, typer.Option(min=1, help="trials of each row, on validation rows, to choose its settings by")
+    ] = None,
     graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
     side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
 ) -> None:
     """Train every loss with every seed on every data set, and say which is better and what it costs.
 
     Each run is written to OUT.runs when it is done; started again, the command makes only what is missing.
+    With --search every row is tuned first: as many trials each over learning rate, epochs and its own parameter,
+    around the recipe's, judged on validation rows alone.
     """
     console = Console()
     asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
         from softsieve.comparisons import losses as suite  # needs the extra train
+        from softsieve.comparisons import search as tuning
 
         jobs = suite.plan(
             task,
@@ -55,22 +66,52 @@ def compare(
             overrides={**overrides, "precision": precision, "graphs": graphs},
         )
         with only_one(beside(out, ".runs"), "comparing"):
-            runs = []
-            failure = None
-            try:
-                for job, run in suite.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
-                    runs.append((job, run))
-                    score = f"{run['test'][run['settings']['metric']]:.4f} in {run['seconds']:.1f} s"
-                    text = f"{len(runs)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score}"
-                    console.print(text, highlight=False, markup=False)
-            except InputError as error:
-                if not runs:
-                    raise
-                failure = error  # said below the table of the others
-            order = {job.name: number for number, job in enumerate(jobs)}
-            runs.sort(key=lambda run: order[run[0].name])
+            found = tuning.Search(jobs, [], [])
+            if search is not None:
+                found = _search(console, jobs, search, out, side_by_side)
+            runs, failure = _run(console, found.jobs, out, side_by_side)
             command = shlex.join(["softsieve", *sys.argv[1:]])
-            suite.write_results(out, [run for _, run in runs], command)
+            suite.write_results(out, runs, command, trials=found.trials, more=tuning.markdown(found.trials))
             console.print(Markdown(beside(out, ".md").read_text()))
+            if found.failed:
+                raise InputError(f"{len(found.failed)} rows were left out: {found.failed[0]}")
             if failure is not None:
                 raise failure
+
+
+def _search(console: Console, jobs: Sequence[Job], count: int, out: Path, side_by_side: int) -> Search:
+    """The trials that are missing, then what all of them say."""
+    from softsieve.comparisons import losses, search
+
+    trials = search.plan_trials(jobs, count)
+    outcomes: dict[Job, Outcome] = {}
+    for job, outcome in losses.run_each(trials, beside(out, ".runs"), side_by_side=side_by_side):
+        outcomes[job] = outcome
+        score = f"failed: {outcome}"
+        if isinstance(outcome, dict):
+            score = f"{outcome['validation'][job.settings.metric]:.4f} in {outcome['seconds']:.1f} s"
+        settings = losses.say_settings(losses.tuned(job.settings.asdict()))
+        text = f"trial {len(outcomes)}/{len(trials)} {job.task} {job.row}, {settings}: {score}"
+        console.print(text, highlight=False, markup=False)
+    return search.conclude(jobs, trials, outcomes)
+
+
+def _run(
+    console: Console, jobs: Sequence[Job], out: Path, side_by_side: int
+) -> tuple[list[dict[str, Any]], InputError | None]:
+    """The runs of the table in its order, and why the first that failed did; refused when all of them did."""
+    from softsieve.comparisons import losses
+
+    made: dict[Job, dict[str, Any]] = {}
+    failure = None
+    try:
+        for job, run in losses.run_all(jobs, beside(out, ".runs"), side_by_side=side_by_side):
+            made[job] = run
+            score = f"{run['test'][run['settings']['metric']]:.4f} in {run['seconds']:.1f} s"
+            text = f"{len(made)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score}"
+            console.print(text, highlight=False, markup=False)
+    except InputError as error:
+        if not made:
+            raise
+        failure = error  # said below the table of the others
+    return [made[job] for job in jobs if job in made], failure

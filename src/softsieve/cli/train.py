@@ -198,7 +198,7 @@ def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     batch_size = 16 if rows < 1000 else 64
     epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
     built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
-    return {**usual, **built_in, **recipe(data.name, pretrained=False)}
+    return {**usual, **built_in, **recipe(data.name, hidden_size=None)}
 
 
 # What is said

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -24,13 +24,17 @@ from softsieve._files import check_writable
 from softsieve._records import provenance, write_record, write_text
 from softsieve.comparisons.output import beside
 from softsieve.comparisons.recipes import BASELINE, ROWS, recipe
-from softsieve.errors import InputError, first_line
+from softsieve.errors import DivergedError, InputError, first_line
+from softsieve.tasks.examples import Data
 from softsieve.tasks.files import read_text
+from softsieve.tasks.hf import read_hidden_size
 from softsieve.tasks.presets import PRESETS, load_preset
 from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
 from softsieve.training.run import Splits, encode, train
 from softsieve.training.settings import Settings
+
+Outcome = dict[str, Any] | str  # what a run came to, or why it failed
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Job:
     model: str | None  # name or folder of a pretrained encoder; None: the built-in one
     max_length: int
     data_dir: str
+    trial: bool = False  # of a search: judged on validation rows alone
 
     @property
     def name(self) -> str:
@@ -51,7 +56,7 @@ class Job:
         if self.task not in PRESETS:
             said.append(str(Path(self.task).resolve()))  # files of one name may be in many folders
         digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{Path(self.task).stem}-{self.row}-{self.settings.seed}-{digest}"
+        return f"{Path(self.task).stem}-{self.row}-{'trial' if self.trial else self.settings.seed}-{digest}"
 
 
 def plan(
@@ -67,9 +72,12 @@ def plan(
     """All runs of a comparison, data set by data set and seed by seed.
 
     Raises:
-        InputError: when a row is unknown, or rows or data sets have the same name.
+        InputError: when there are no rows, data sets or seeds, a row is unknown, or names are the same.
         TypeError, ValueError: when a setting has a wrong type or value.
     """
+    for what, given in {"task": tasks, "row": rows, "seeds": seeds}.items():
+        if not given:
+            raise InputError(f"{what}: expected at least one, found none")
     for row in rows:
         if row not in ROWS:
             raise InputError(f"row: expected one of {', '.join(ROWS)}, found {row!r}")
@@ -77,11 +85,12 @@ def plan(
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"{what}: expected different names, found {name!r} more than once")
+    size = None if model is None else read_hidden_size(model)
     return [
         Job(
             task,
             row,
-            Settings(**{**recipe(task, pretrained=model is not None), **overrides, **ROWS[row], "seed": seed}),
+            Settings(**{**recipe(task, hidden_size=size), **overrides, **ROWS[row], "seed": seed}),
             model,
             max_length,
             str(data_dir),
@@ -93,17 +102,26 @@ def plan(
 
 
 @lru_cache(maxsize=1)  # jobs come data set by data set
-def _prepare(task: str, model: str | None, max_length: int, data_dir: str) -> tuple[Task, Splits]:
+def read_task(task: str, data_dir: str) -> Data:
+    """The data of a comparison; without test data it cannot be made."""
     data = load_preset(task, Path(data_dir)) if task in PRESETS else read_data(task)
-    built = Task.build(data, model=model, max_length=max_length)
     if data.test is None:
         raise InputError(f"{task}: a comparison needs test data, found none")
+    return data
+
+
+@lru_cache(maxsize=1)
+def _prepare(task: str, model: str | None, max_length: int, data_dir: str) -> tuple[Task, Splits]:
+    data = read_task(task, data_dir)
+    built = Task.build(data, model=model, max_length=max_length)
     return built, encode(built, data.train, data.validation, data.test)
 
 
 def run_job(job: Job) -> dict[str, Any]:
     """Make one run and say what it came to."""
     task, splits = _prepare(job.task, job.model, job.max_length, job.data_dir)
+    if job.trial:
+        splits = splits._replace(test=None)
     run = train(task, splits, job.settings)
     gc.collect()  # a trainer and its graphs refer to each other, and the next run wants the memory
     result = run.result
@@ -127,7 +145,7 @@ def run_job(job: Job) -> dict[str, Any]:
     }
 
 
-def _worker(job: Job) -> tuple[Job, dict[str, Any] | str]:
+def _worker(job: Job) -> tuple[Job, Outcome]:
     """What a run came to, or why it failed: one that does must not take a night's others with it."""
     try:
         return job, run_job(job)
@@ -147,23 +165,32 @@ def run_all(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iter
         InputError: when ``folder`` cannot be written to, before anything is made; at the end, when runs failed, saying
             how many and why the first did.
     """
-    check_writable(folder / "run.json")
-    files = {job: folder / f"{job.name}.json" for job in jobs}
-    made = {job for job, path in files.items() if path.exists()}
-    yield from ((job, _read_run(files[job])) for job in jobs if job in made)
     failed = []
-    for job, result in _results([job for job in jobs if job not in made], side_by_side):
+    for job, result in run_each(jobs, folder, side_by_side=side_by_side):
         if isinstance(result, str):
             failed.append(f"{job.name}: {result}")
-            continue
-        result["side_by_side"] = side_by_side
-        write_text(files[job], json.dumps(result) + "\n")
-        yield job, result
+        else:
+            yield job, result
     if failed:
         raise InputError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0]}")
 
 
-def _read_run(path: Path) -> dict[str, Any]:
+def run_each(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Iterator[tuple[Job, Outcome]]:
+    """Like `run_all`, with the runs that fail among the others. A trial that diverges is not tried again."""
+    check_writable(folder / "run.json")
+    files = {job: folder / f"{job.name}.json" for job in jobs}
+    made = [job for job, path in files.items() if path.exists()]
+    yield from ((job, _read_run(files[job], trial=job.trial)) for job in made)
+    for job, result in _results([job for job in files if job not in made], side_by_side):
+        if isinstance(result, dict):
+            result["side_by_side"] = side_by_side
+            write_text(files[job], json.dumps(result) + "\n")
+        elif job.trial and result.startswith(DivergedError.__name__):
+            write_text(files[job], json.dumps({"failed": result}) + "\n")
+        yield job, result
+
+
+def _read_run(path: Path, *, trial: bool = False) -> Outcome:
     """What an earlier run came to.
 
     Raises:
@@ -173,12 +200,21 @@ def _read_run(path: Path) -> dict[str, Any]:
     try:
         run: dict[str, Any] = json.loads(read_text(path))
         wrong = "damaged"
-        _check_run(run)
+        if trial and "failed" in run:
+            return str(run["failed"])
+        (_check_trial if trial else _check_run)(run)
     except InputError:
         raise
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"{path}: {wrong} ({first_line(error)}): remove it to make the run again") from None
     return run
+
+
+def _check_trial(run: Any) -> None:
+    """Refuse what says nothing of a trial's merit."""
+    for name in ("loss", run["settings"]["metric"]):
+        _checks.number(name, run["validation"][name], -1e300, 1e300)
+    _checks.positive("seconds", run["seconds"])
 
 
 def _check_run(run: Any) -> None:
@@ -201,7 +237,7 @@ def _check_run(run: Any) -> None:
     markdown([run], "")
 
 
-def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+def _results(jobs: Sequence[Job], side_by_side: int) -> Iterator[tuple[Job, Outcome]]:
     if side_by_side == 1:
         yield from map(_worker, jobs)
         return
@@ -250,8 +286,25 @@ def _summary(task: str, row: str, by_seed: dict[int, Any], baseline: dict[int, A
         "speed": speed,
         "seconds": _median("seconds", runs),
         "side_by_side": max(run["side_by_side"] for run in runs),
+        "settings": tuned(runs[0]["settings"]),
         **{name: statistics.mean(r[name] for r in runs) for name in ("steps", "trained_rows", "screened_rows")},
     }
+
+
+def tuned(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all settings, those that a search chooses: learning rate, epochs, and the loss's own parameter.
+
+    Example:
+        >>> tuned(Settings(loss="am-softmax", loss_options={"margin": 0.2}).asdict())
+        {'epochs': 3, 'learning_rate': 5e-05, 'margin': 0.2}
+    """
+    names = ("epochs", "learning_rate", *(("delta",) if settings.get("loss") == "as-softmax" else ()))
+    return {**{name: settings[name] for name in names if name in settings}, **(settings.get("loss_options") or {})}
+
+
+def say_settings(settings: Mapping[str, float]) -> str:
+    """In words: epochs 8, learning rate 0.0001."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in settings.items())
 
 
 def _median(name: str, runs: Sequence[dict[str, Any]]) -> float:
@@ -289,14 +342,18 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
         own = [run for run in runs if run["task"] == task]
         run, settings = own[0], own[0]["settings"]
         rows = ", ".join(f"{count} {name}" for name, count in run["rows"].items())
-        said = ", ".join(f"{name} {settings[name]:g}" for name in ("epochs", "batch_size", "learning_rate", "delta"))
+        names = ("epochs", "batch_size", "learning_rate", "delta")
+        same = [name for name in names if len({each["settings"][name] for each in own}) == 1]
+        differ = len(same) < len(names) or any("loss_options" in each["settings"] for each in own)
+        said = ", ".join(f"{name} {settings[name]:g}" for name in same)
         precision = "fp32" if settings["precision"] == "no" else settings["precision"]
         how = precision + (", CUDA graphs" if settings["graphs"] else "")
         text += [
             f"## {task}\n\n{run['model']}, {run['classes']} classes, rows: {rows}; {said}, {how}.",
-            f"\n| | {settings['metric'].replace('_', ' ')} % | p | seconds | speed | steps | trained | screened |",
-            "|---|---|---|---|---|---|---|---|",
-            *map(_line, summarise(own)),
+            f"\n| | {settings['metric'].replace('_', ' ')} % | p | seconds | speed | steps | trained | screened |"
+            + " settings |" * differ,
+            "|---|---|---|---|---|---|---|---|" + "---|" * differ,
+            *(_line(line) + f" {say_settings(line['settings'])} |" * differ for line in summarise(own)),
             f"\n{len({run['seed'] for run in own})} seeds.\n",
         ]
     return "\n".join(text)
@@ -317,7 +374,10 @@ def _each(names: Iterable[Any]) -> str:
     return " and ".join(dict.fromkeys(map(str, names)))
 
 
-def write_results(out: Path, runs: Sequence[dict[str, Any]], command: str) -> None:
-    """``out``.json with everything and ``out``.md for people, each all or nothing."""
-    write_record(beside(out, ".json"), "compare", {"command": command}, [*summarise(runs), *runs])
-    write_text(beside(out, ".md"), markdown(runs, command))
+def write_results(
+    out: Path, runs: Sequence[dict[str, Any]], command: str, *, trials: Sequence[dict[str, Any]] = (), more: str = ""
+) -> None:
+    """``out``.json with everything and ``out``.md for people, with ``more`` at its end, each all or nothing."""
+    results = [*summarise(runs), *runs, *trials]
+    write_record(beside(out, ".json"), "compare", {"command": command}, results)
+    write_text(beside(out, ".md"), (markdown(runs, command) if runs else "") + more)

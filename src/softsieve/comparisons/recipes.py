@@ -1,8 +1,9 @@
-"""What the comparisons of record train with: rows of the tables, and settings for each data set."""
+"""What the comparisons of record train with: rows of tables, settings for each data set, and what a search draws."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 # Row of a table -> what sets it apart. The first is what all others are compared with.
 ROWS: dict[str, dict[str, Any]] = {
@@ -25,13 +26,16 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 BASELINE = "softmax"
 
-# Data set -> settings with a pretrained encoder, and with the built-in model.
+# Data set -> settings with a pretrained encoder, and with the built-in model. Learning rates are those of small
+# encoders, such as MiniLM; one of `LARGE` features or more (the base size of BERT, MPNet and others) has half of them.
+LARGE = 768
 PRETRAINED: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4},
     "sst5": {"epochs": 7, "batch_size": 16, "learning_rate": 6e-5, "delta": 0.3},
     "conll2003": {"epochs": 4, "batch_size": 32, "learning_rate": 2e-4, "metric": "entity_f1"},
     "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "metric": "micro_f1"},
     "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "metric": "micro_f1"},
+    "eurlex57k": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "metric": "micro_f1"},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
@@ -47,6 +51,70 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(task: str, *, pretrained: bool) -> dict[str, Any]:
-    """Settings of a data set; {} for one that has none."""
-    return dict((PRETRAINED if pretrained else BUILT_IN).get(task, {}))
+def recipe(task: str, *, hidden_size: int | None) -> dict[str, Any]:
+    """Settings of a data set with an encoder of so many features, None: the built-in one; {} for one that has none.
+
+    Example:
+        >>> [recipe("sst5", hidden_size=size)["learning_rate"] for size in (384, 768)]
+        [6e-05, 3e-05]
+    """
+    settings = dict((BUILT_IN if hidden_size is None else PRETRAINED).get(task, {}))
+    if hidden_size is not None and hidden_size >= LARGE and settings:
+        settings["learning_rate"] /= 2
+    return settings
+
+
+# What a search draws (`softsieve compare --search`). The first trial of a row is the recipe itself.
+
+
+class Parameter(NamedTuple):
+    """An option of a loss, drawn uniformly on a logarithmic scale."""
+
+    name: str
+    low: float
+    high: float
+
+
+RATES = 3.0  # the learning rate: from a third of the recipe's to three times it, uniformly on a logarithmic scale
+EPOCHS = (0.5, 1.0, 1.5)  # the epochs: one of these times the recipe's
+PARAMETERS = {  # loss -> its own parameter; others have none
+    "as-softmax": Parameter("delta", 0.03, 0.6),
+    "am-softmax": Parameter("margin", 0.05, 0.5),
+    "label-smoothing": Parameter("smoothing", 0.02, 0.3),
+    "t-softmax": Parameter("temperature", 0.5, 4.0),
+    "sparse-softmax": Parameter("k", 2, 50),
+}
+# Steps of a sequence that fills the cube evenly, however long it is (R3: powers of the root of x**4 = x + 1).
+_STEPS = tuple(1.22074408460575947536**-power for power in (1, 2, 3))
+
+
+def draw(row: str, trial: int, *, epochs: int, learning_rate: float) -> dict[str, Any]:
+    """Settings of a row's trial, counted from 1, around a recipe's; of one number, all rows have the same two of them.
+
+    Example:
+        >>> draw("softmax", 1, epochs=8, learning_rate=1e-4)
+        {}
+        >>> draw("softmax", 2, epochs=8, learning_rate=1e-4)
+        {'learning_rate': 6.72e-05, 'epochs': 4}
+        >>> draw("am-softmax", 2, epochs=8, learning_rate=1e-4)
+        {'learning_rate': 6.72e-05, 'epochs': 4, 'loss_options': {'margin': 0.0561}}
+    """
+    if trial == 1:
+        return {}
+    rate, length, own = ((0.5 + (trial - 1) * step) % 1 for step in _STEPS)
+    changes: dict[str, Any] = {
+        "learning_rate": _round(learning_rate * RATES ** (2 * rate - 1)),
+        "epochs": max(1, round(epochs * EPOCHS[int(length * len(EPOCHS))])),
+    }
+    parameter = PARAMETERS.get(ROWS[row]["loss"])
+    if parameter is not None:
+        value = _round(math.exp(math.log(parameter.low) + own * math.log(parameter.high / parameter.low)))
+        if parameter.name == "delta":
+            return {**changes, "delta": value}
+        changes["loss_options"] = {parameter.name: round(value) if parameter.name == "k" else value}
+    return changes
+
+
+def _round(value: float) -> float:
+    """To three digits, as people write settings."""
+    return float(f"{value:.3g}")

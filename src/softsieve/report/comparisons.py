@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from softsieve.report import plain
 from softsieve.report.figures import MOST
 from softsieve.report.groups import average
-from softsieve.report.page import Block, Column, Part, Section, Table, numbers, texts
+from softsieve.report.page import Block, Column, Folded, Part, Section, Table, numbers, texts
 from softsieve.report.read import Record, expect
 from softsieve.report.scores import Score, curve_figure, score_figure, time_figure
 from softsieve.report.words import Best, Row, cell, grouped, is_number, sentence, short, spoken
@@ -30,14 +30,17 @@ def section(records: Sequence[Record]) -> Section:
     parts, glance = [], []
     for record in records:
         lines = [result for result in record.results if "mean" in result]
-        runs = [result for result in record.results if "mean" not in result and isinstance(result.get("row"), str)]
+        others = [result for result in record.results if "mean" not in result and isinstance(result.get("row"), str)]
+        runs = [result for result in others if "trial" not in result]
+        trials = [result for result in others if "trial" in result]
         expect(record, lines, words="task row metric", numbers="seeds mean deviation seconds")
         if not lines:
             parts.append(Part(short(record.name, 60), [plain.table(record)]))
         for task, own in grouped(lines, lambda line: str(line["task"])).items():
             theirs = [run for run in runs if run.get("task") == task]
             title = f"{short(task, 60)} ({short(record.name, 60)})"
-            parts.append(Part(title, list(_blocks(task, own, theirs)), _about(theirs)))
+            blocks = [*_blocks(task, own, theirs), *_searched(task, [t for t in trials if t.get("task") == task])]
+            parts.append(Part(title, blocks, _about(theirs)))
             glance.append(_gist(task, own))
     return Section(
         title="Losses compared",
@@ -63,8 +66,10 @@ def _about(runs: Sequence[Row]) -> str:
     run, settings = runs[0], runs[0]["settings"]
     facts = [f"model: {cell(run.get('model'))} ({cell(run.get('parameters'))} parameters)"]
     facts += [f"{cell(run.get('classes'))} classes", f"rows: {cell(run.get('rows'))}"]
+    each = [run["settings"] for run in runs if isinstance(run.get("settings"), dict)]
     names = ("epochs", "batch_size", "learning_rate", "delta")
-    facts += [f"{spoken(name)} {cell(settings.get(name))}" for name in names]
+    same = [name for name in names if len({cell(one.get(name)) for one in each}) == 1]
+    facts += [f"{spoken(name)} {cell(settings.get(name))}" for name in same]
     return sentence("; ".join(facts)) + "."
 
 
@@ -87,7 +92,46 @@ def _table(task: str, lines: Sequence[Row]) -> Table:
         "rows only screened": numbers("screened_rows", "{:,.0f}"),
         "seeds": texts("seeds"),
     }
+    told = [(name, cell(value)) for line in lines for name, value in _settings(line).items()]
+    if len(set(told)) > len({name for name, _ in told}):
+        columns["settings"] = lambda line: _say(_settings(line))
     return Table.of(f"{short(task, 60)}: mean ± standard deviation over seeds; the best mean in bold", lines, columns)
+
+
+def _settings(line: Row) -> Row:
+    """What a search chooses; earlier versions did not write it."""
+    settings = line.get("settings")
+    return settings if isinstance(settings, dict) else {}
+
+
+def _say(settings: Row) -> str:
+    return short(", ".join(f"{spoken(name)} {cell(value)}" for name, value in settings.items()), 120)
+
+
+def _searched(task: str, trials: Sequence[Row]) -> Iterator[Block]:
+    """All trials of a search, those that were chosen in bold."""
+
+    def score(trial: Row) -> str:
+        value = (trial.get("validation") or {}).get(trial.get("metric"))
+        return f"{100 * value:.2f}" if is_number(value) else ""
+
+    def settings(trial: Row) -> str:
+        told = _settings(trial)
+        names = ("epochs", "learning_rate", *(("delta",) if told.get("loss") == "as-softmax" else ()))
+        own = told.get("loss_options")
+        return _say({**{name: told.get(name) for name in names}, **(own if isinstance(own, dict) else {})})
+
+    columns: dict[str, Column] = {
+        "trained with": _name,
+        "trial": texts("trial"),
+        "settings": lambda trial: Best(settings(trial)) if trial.get("chosen") is True else settings(trial),
+        "validation %": score,
+        "seconds": numbers("seconds", "{:.1f}"),
+        "failed": texts("failed", 120),
+    }
+    if trials:
+        table = Table.of(f"{short(task, 60)}: trials on validation rows; what was chosen in bold", trials, columns)
+        yield Folded(f"How the settings of {short(task, 60)} were found", [table])
 
 
 def _gist(task: str, lines: Sequence[Row]) -> str:

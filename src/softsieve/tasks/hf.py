@@ -153,6 +153,14 @@ class PretrainedEncoder(Encoder):
         return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
 
 
+def read_hidden_size(name: str) -> int:
+    """How many features an encoder has, by its configuration alone."""
+    transformers = package("transformers", f"model {name}")
+    config = loaded(lambda: transformers.AutoConfig.from_pretrained(name), f"model {name}: cannot be loaded")
+    _check_config(config, f"model {name}")
+    return int(config.hidden_size)
+
+
 def _first_tokens(word_of: list[int | None], words: int) -> list[int]:
     """The position of the first token of every word, -1 for a word without: cut off, or of no character it knows."""
     first: dict[int | None, int] = {}
