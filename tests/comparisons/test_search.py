@@ -310,6 +310,7 @@ def test_settings_that_differ_stand_in_the_table() -> None:
     assert "epochs 3, batch_size 32, learning_rate 0.001, delta 0.1, fp32" in same
     other = compare.markdown([run("softmax", 1e-3), run("as-softmax", 2e-3, delta=0.3)], "")
     assert "; epochs 3, batch_size 32, fp32." in other
+    assert "| screened | settings |\n|---|---|---|---|---|---|---|---|---|" in other
     assert "| 0 | epochs 3, learning rate 0.001 |" in other
     assert "| 0 | epochs 3, learning rate 0.002, delta 0.3 |" in other
     own = compare.markdown([run("am-softmax", 1e-3, loss_options={"margin": 0.25})], "")
