@@ -12,6 +12,7 @@ from torch import Tensor
 from softsieve.errors import first_line
 
 Outputs = tuple[Tensor, ...]
+_BROKEN: list[torch.cuda.CUDAGraph] = []  # of recordings that failed: torch's allocators may still ask them
 
 
 class Graphed:
@@ -74,6 +75,7 @@ class Graphed:
                 outputs = self.function(**static)
         except RuntimeError:
             graph.reset()
+            _BROKEN.append(graph)
             _clean_up(pool, *static.values())
             raise
         return graph, static, outputs

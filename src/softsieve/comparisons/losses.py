@@ -180,7 +180,7 @@ def run_each(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Ite
     check_writable(folder / "run.json")
     files = {job: folder / f"{job.name}.json" for job in jobs}
     made = [job for job, path in files.items() if path.exists()]
-    yield from ((job, _read_run(files[job], trial=job.trial)) for job in made)
+    yield from ((job, _read_run(files[job], job)) for job in made)
     for job, result in _results([job for job in files if job not in made], side_by_side):
         if isinstance(result, dict):
             result["side_by_side"] = side_by_side
@@ -190,8 +190,8 @@ def run_each(jobs: Sequence[Job], folder: Path, *, side_by_side: int = 1) -> Ite
         yield job, result
 
 
-def _read_run(path: Path, *, trial: bool = False) -> Outcome:
-    """What an earlier run came to.
+def _read_run(path: Path, job: Job) -> Outcome:
+    """What a run came to earlier.
 
     Raises:
         InputError: when the file is damaged; without it the run is made again.
@@ -200,9 +200,12 @@ def _read_run(path: Path, *, trial: bool = False) -> Outcome:
     try:
         run: dict[str, Any] = json.loads(read_text(path))
         wrong = "damaged"
-        if trial and "failed" in run:
+        if job.trial and "failed" in run:
             return str(run["failed"])
-        (_check_trial if trial else _check_run)(run)
+        if job.trial:
+            _check_trial(run, job.settings.metric)
+        else:
+            _check_run(run)
     except InputError:
         raise
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -210,9 +213,9 @@ def _read_run(path: Path, *, trial: bool = False) -> Outcome:
     return run
 
 
-def _check_trial(run: Any) -> None:
+def _check_trial(run: Any, metric: str) -> None:
     """Refuse what says nothing of a trial's merit."""
-    for name in ("loss", run["settings"]["metric"]):
+    for name in ("loss", metric):
         _checks.number(name, run["validation"][name], -1e300, 1e300)
     _checks.positive("seconds", run["seconds"])
 

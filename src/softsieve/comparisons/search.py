@@ -60,7 +60,7 @@ def conclude(jobs: Sequence[Job], trials: Sequence[Job], outcomes: Mapping[Job, 
         own = [trial for trial in trials if (trial.task, trial.row) == (row.task, row.row)]
         ended = [trial for trial in own if isinstance(outcomes[trial], dict)]
         if ended:
-            best[row.task, row.row] = max(ended, key=lambda trial: _merit(outcomes[trial]))
+            best[row.task, row.row] = max(ended, key=lambda trial: _merit(trial, outcomes[trial]))
         else:
             name = f"{Path(row.task).name} {row.row}"
             found.failed.append(f"{name}: all trials failed, the first: {outcomes[own[0]]}")
@@ -73,11 +73,10 @@ def conclude(jobs: Sequence[Job], trials: Sequence[Job], outcomes: Mapping[Job, 
     return found
 
 
-def _merit(run: Any) -> tuple[float, float]:
+def _merit(trial: Job, run: Any) -> tuple[float, float]:
     """More is better: the metric of the settings; of equal ones the one of the smaller loss."""
-    settings, validation = run["settings"], run["validation"]
-    sign = 1 if settings["greater_is_better"] else -1
-    return sign * validation[settings["metric"]], -validation["loss"]
+    sign = 1 if trial.settings.greater_is_better else -1
+    return sign * run["validation"][trial.settings.metric], -run["validation"]["loss"]
 
 
 def _record(number: int, trial: Job, outcome: Outcome, chosen: bool) -> dict[str, Any]:
