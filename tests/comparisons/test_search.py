@@ -281,8 +281,31 @@ def test_a_search_without_any_result_says_why(weather: Path, tmp_path: Path, mon
     monkeypatch.setattr(compare, "run_job", failing)
     done = CliRunner().invoke(app, command(weather, tmp_path / "found"))
     assert done.exit_code == 1
-    assert "2 rows were left out" in done.stderr
+    assert "2 of 2 rows were left out" in done.stderr
     assert len(json.loads((tmp_path / "found.json").read_text())["results"]) == 6
+
+
+def test_trials_are_on_record_when_all_runs_fail(
+    weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(job: compare.Job) -> dict[str, Any]:
+        if not job.trial:
+            raise RuntimeError("out of luck")
+        return {"validation": {"accuracy": 0.5, "loss": 1.0}, "seconds": 1.0}
+
+    monkeypatch.setattr(compare, "run_job", failing)
+    done = CliRunner().invoke(app, command(weather, tmp_path / "found"))
+    assert done.exit_code == 1
+    assert "4 of 4 runs failed" in done.stderr
+    results = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert [one["chosen"] for one in results] == [True, False, False] * 2
+
+
+def test_a_larger_number_keeps_the_trials_that_were_made(weather: Path) -> None:
+    jobs = jobs_of(weather)
+    few, many = ({trial.name for trial in search.plan_trials(jobs, count)} for count in (3, 7))
+    assert few < many
+    assert len(many) == 14
 
 
 def test_trials_run_side_by_side(weather: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

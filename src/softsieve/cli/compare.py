@@ -70,11 +70,14 @@ def compare(
             if search is not None:
                 found = _search(console, jobs, search, out, side_by_side)
             runs, failure = _run(console, found.jobs, out, side_by_side)
+            if failure is not None and not (runs or found.trials):
+                raise failure
             command = shlex.join(["softsieve", *sys.argv[1:]])
             suite.write_results(out, runs, command, trials=found.trials, more=tuning.markdown(found.trials))
             console.print(Markdown(beside(out, ".md").read_text()))
             if found.failed:
-                raise InputError(f"{len(found.failed)} rows were left out: {found.failed[0]}")
+                count = len({(trial["task"], trial["row"]) for trial in found.trials})
+                raise InputError(f"{len(found.failed)} of {count} rows were left out, the first: {found.failed[0]}")
             if failure is not None:
                 raise failure
 
@@ -99,7 +102,7 @@ def _search(console: Console, jobs: Sequence[Job], count: int, out: Path, side_b
 def _run(
     console: Console, jobs: Sequence[Job], out: Path, side_by_side: int
 ) -> tuple[list[dict[str, Any]], InputError | None]:
-    """The runs of the table in its order, and why the first that failed did; refused when all of them did."""
+    """The runs of the table in its order, and what to say of those that failed."""
     from softsieve.comparisons import losses
 
     made: dict[Job, dict[str, Any]] = {}
@@ -111,7 +114,5 @@ def _run(
             text = f"{len(made)}/{len(jobs)} {job.task} {job.row} seed {job.settings.seed}: {score}"
             console.print(text, highlight=False, markup=False)
     except InputError as error:
-        if not made:
-            raise
         failure = error  # said below the table of the others
     return [made[job] for job in jobs if job in made], failure

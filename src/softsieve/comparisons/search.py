@@ -43,7 +43,10 @@ def plan_trials(jobs: Sequence[Job], count: int) -> list[Job]:
 
 def _rows(jobs: Sequence[Job]) -> list[Job]:
     """The first job of every row on every data set."""
-    return list({(job.task, job.row): job for job in reversed(jobs)}.values())[::-1]
+    first: dict[tuple[str, str], Job] = {}
+    for job in jobs:
+        first.setdefault((job.task, job.row), job)
+    return list(first.values())
 
 
 def _trial(job: Job, number: int) -> Job:
