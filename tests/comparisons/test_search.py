@@ -224,7 +224,7 @@ def test_search_chooses_settings_by_validation_and_writes_every_trial(
             if run["row"] == line["row"]:
                 assert compare.tuned(run["settings"]) == line["settings"]
     table = out.with_suffix(".md").read_text()
-    assert "## Settings found by search\n\n3 trials of every row" in table
+    assert "2 seeds.\n\n## Settings found by search\n\n3 trials of every row" in table
     page = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", str(out.with_suffix(".json")), "--out", str(page)])
     assert done.exit_code == 0, done.output
@@ -261,7 +261,7 @@ def test_a_trial_that_diverges_is_recorded_and_not_tried_again(
         done = CliRunner().invoke(app, command(weather, out))
         assert done.exit_code == 1
         words = (
-            f"1 rows were left out: {weather.name} am-softmax: all trials failed, the first: DivergedError: the loss"
+            f"1 of 2 rows were left out, the first: {weather.name} am-softmax: all trials failed, the first: Diverged"
         )
         assert words in done.stderr
         assert sum(job.trial for job in made) == tried
@@ -283,6 +283,7 @@ def test_a_search_without_any_result_says_why(weather: Path, tmp_path: Path, mon
     assert done.exit_code == 1
     assert "2 of 2 rows were left out" in done.stderr
     assert len(json.loads((tmp_path / "found.json").read_text())["results"]) == 6
+    assert (tmp_path / "found.md").read_text().startswith("Made with\n\n```\nsoftsieve ")
 
 
 def test_trials_are_on_record_when_all_runs_fail(

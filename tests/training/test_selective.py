@@ -31,17 +31,24 @@ def test_equal_losses_are_chosen_half_of_the_time() -> None:
 
 
 def test_only_the_latest_losses_count() -> None:
-    sampler = SelectiveBackpropSampler(10, history=100)
+    sampler = SelectiveBackpropSampler(500, history=100)
     sampler.choose(torch.full((500,), 9.0))
     assert sampler.latest.tolist() == [9.0] * 100
     sampler.choose(torch.ones(100))
     assert sampler.latest.tolist() == [1.0] * 100
     assert bool(sampler.choose(torch.full((1,), 2.0))) in (True, False)
-    hard = [SelectiveBackpropSampler(10, history=100, seed=seed) for seed in range(50)]
+    hard = [SelectiveBackpropSampler(500, history=100, seed=seed) for seed in range(50)]
     for other in hard:
         other.choose(torch.full((500,), 9.0))
         other.choose(torch.ones(99))
     assert all(bool(other.choose(torch.full((1,), 2.0))) for other in hard)  # 9.0 is forgotten: none was above
+
+
+def test_no_more_losses_count_than_an_epoch_has() -> None:
+    sampler = SelectiveBackpropSampler(60)
+    sampler.choose(torch.full((60,), 9.0))
+    assert 10 < sampler.choose(torch.ones(60)).sum() < 50  # nothing is left of the epoch before
+    assert len(sampler.latest) == 60
 
 
 def test_every_epoch_visits_every_row_in_another_order() -> None:
@@ -59,7 +66,7 @@ def test_each_block_is_drawn_anew() -> None:
 
 
 def test_state() -> None:
-    first, second = SelectiveBackpropSampler(50, history=64), SelectiveBackpropSampler(50, history=64)
+    first, second = SelectiveBackpropSampler(50), SelectiveBackpropSampler(50)
     first.next_epoch()
     first.choose(torch.linspace(0, 1, 40))
     state = first.state_dict()
@@ -73,7 +80,7 @@ def test_state() -> None:
     with pytest.raises(ValueError, match="expected at most 30 numbers in latest, found 40"):
         SelectiveBackpropSampler(50, history=30).load_state_dict(state)
     with pytest.raises(ValueError, match="plan"):
-        SelectiveBackpropSampler(49, history=64).load_state_dict(state)
+        SelectiveBackpropSampler(49).load_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

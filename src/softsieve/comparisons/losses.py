@@ -383,4 +383,5 @@ def write_results(
     """``out``.json with everything and ``out``.md for people, with ``more`` at its end, each all or nothing."""
     results = [*summarise(runs), *runs, *trials]
     write_record(beside(out, ".json"), "compare", {"command": command}, results)
-    write_text(beside(out, ".md"), (markdown(runs, command) if runs else "") + more)
+    text = markdown(runs, command) if runs else f"Made with\n\n```\n{command}\n```\n"
+    write_text(beside(out, ".md"), text + more)

@@ -104,7 +104,7 @@ def markdown(trials: Sequence[dict[str, Any]]) -> str:
     rows = list(dict.fromkeys((trial["task"], trial["row"]) for trial in trials))
     count = max(trial["trial"] for trial in trials)
     text = [
-        "## Settings found by search\n",
+        "\n## Settings found by search\n",
         f"{count} trials of every row, each one run with the seed {SEED}, judged on the validation rows at its best",
         "epoch; no test row was seen. The first trial is the recipe; the others have learning rates, epochs and, where",
         "the loss has one, its parameter from a fixed sequence: all rows have the same learning rates and epochs.\n",

@@ -19,7 +19,8 @@ class SelectiveBackpropSampler:
     Args:
         num_samples: rows of the data set.
         beta: how selective it is, at least 0: 0 trains on everything.
-        history: how many of the latest losses count (R in the paper).
+        history: how many of the latest losses count (R in the paper), never more than an epoch has: losses fall, and
+            against old ones too few rows would be chosen.
         seed: of the random order, and of who is chosen.
 
     Example:
@@ -37,7 +38,7 @@ class SelectiveBackpropSampler:
         _checks.number("beta", beta, 0, 1e6)
         _checks.whole_number("history", history, 1, 2**31)
         _checks.whole_number("seed", seed, 0, 2**40)
-        self.num_samples, self.beta, self.history, self.seed = num_samples, beta, history, seed
+        self.num_samples, self.beta, self.history, self.seed = num_samples, beta, min(history, num_samples), seed
         self.epoch = -1
         self.screened = 0  # rows that `choose` was asked about
         self.latest = torch.empty(0, dtype=torch.float32)  # their losses, the last of them
