@@ -167,6 +167,25 @@ def test_mpnet_computes_its_position_bias_once_and_to_the_bit() -> None:
     assert state.keys() == {name for name in plain.state_dict() if "pooler" not in name}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_mpnet_can_be_recorded() -> None:
+    from softsieve._graphs import Graphed
+
+    config = transformers.MPNetConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    body = PretrainedBody(transformers.MPNetModel(config), features=16, per_word=True).cuda().eval()
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (body(input_ids=input_ids, attention_mask=attention_mask).detach(),)
+
+    graphed = Graphed(forward, warmup=1)
+    for _ in range(4):
+        inputs = {"input_ids": torch.randint(3, 20, (4, 12)).cuda(), "attention_mask": torch.ones(4, 12).long().cuda()}
+        torch.testing.assert_close(graphed(**inputs)[0], forward(**inputs)[0])
+    assert len(graphed.graphs) == 1
+
+
 def test_the_label_is_on_the_first_token_of_a_word(pretrained: Path) -> None:
     task = Task.build(token_data(), model=str(pretrained))
     rows = task.rows(token_data().train)
