@@ -43,11 +43,24 @@ class PretrainedBody(Body):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        hidden: Tensor = self.encoder(**inputs).last_hidden_state  # (rows, positions, features)
+        attended = inputs.pop("attention_mask")
+        mask = _as_numbers(attended) if self._makes_masks_in_vain(attended) else attended
+        hidden: Tensor = self.encoder(attention_mask=mask, **inputs).last_hidden_state  # (rows, positions, features)
         if not self.per_word:
-            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-            hidden = (hidden * mask).sum(1) / mask.sum(1)
+            share = attended.unsqueeze(-1).to(hidden.dtype)
+            hidden = (hidden * share).sum(1) / share.sum(1)
         return self.dropout(hidden)  # type: ignore[no-any-return]
+
+    def _makes_masks_in_vain(self, mask: Tensor) -> bool:
+        """Whether a CUDA graph is being recorded of attention that is not fused, whose masks copy from the host."""
+        fused: bool = getattr(self.encoder.config, "_attn_implementation", "") != "eager"
+        return not fused and mask.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _as_numbers(attended: Tensor) -> Tensor:
+    """What transformers makes of a mask (rows, positions): added to scores (rows, heads, positions, positions)."""
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros_like(attended, dtype=torch.float32).masked_fill_(attended == 0, lowest)[:, None, None]
 
 
 class KeptBuckets:

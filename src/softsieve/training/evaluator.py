@@ -44,8 +44,8 @@ class Evaluator:
 
         def forward(index: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
-                loss, solved, logits = replica.row_losses(rows.batch(index, cut=not replica.graphs))
-                return self.judge.decide(logits), loss.float(), solved
+                loss, _, margin, logits = replica.row_losses(rows.batch(index, cut=not replica.graphs))
+                return self.judge.decide(logits), loss.float(), margin
 
         return Graphed(forward) if replica.graphs else forward
 

@@ -90,7 +90,7 @@ class Trainer:
         """Tell the sampler what training showed."""
         if self.state.pending:
             index = self.state.pending_rows()
-            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "solved"))
+            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "margin"))
             self.sampler.update(index, values[index.to(self.replica.device)].cpu())
             self.state.pending = []
 
@@ -106,8 +106,8 @@ class Trainer:
         if not worth.any():
             return rows
         screened = rows[worth]
-        solved = self.evaluator.answers(self.train, screened)[-1].cpu()
-        self.sampler.update(screened, solved)
+        margins = self.evaluator.answers(self.train, screened)[-1].cpu()
+        solved = self.sampler.screened(screened, margins)
         self.state.screened += len(screened)
         keep = torch.ones(len(rows), dtype=torch.bool)
         keep[worth] = ~solved
@@ -267,4 +267,4 @@ def _make_sampler(rows: int, settings: Settings) -> RowSampler:
         return RIVALS[settings.skip](rows, settings)
     tolerance, screen_above = (settings.tolerance, settings.screen_above) if settings.skip == "solved" else (0.0, 1.0)
     seed, recheck = settings.seed, settings.recheck
-    return SolvedSampler(rows, tolerance=tolerance, recheck=recheck, screen_above=screen_above, seed=seed)
+    return SolvedSampler(rows, margin=settings.skip_margin, delta=settings.delta, slips=settings.slips, tolerance=tolerance, recheck=recheck, screen_above=screen_above, seed=seed)

@@ -61,20 +61,31 @@ class Replica:
             else:
                 group["lr"] = rate
 
-    def row_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and whether it is solved, of every row, and the logits; of tokens summed, and solved when all are."""
+    def row_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """TODO"""
         logits, target = self.model(**batch.inputs).float(), batch.target
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
         if tokens:  # flat: as many positions as classes are nothing to warn of
-            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())
+            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())[:2]
         else:
-            loss, solved = self.objective(logits, target)
+            loss, solved = self.objective(logits, target)[:2]
+        with torch.no_grad():
+            if target.dtype == torch.bool:
+                one = torch.zeros_like(logits[..., :1])
+                q = torch.cat([one, logits.masked_fill(target, -1e30)], -1).softmax(-1)
+                r = torch.cat([one, (-logits).masked_fill(~target, -1e30)], -1).softmax(-1)
+                margin = torch.minimum(q[:, 0] - q[:, 1:].amax(-1), r[:, 0] - r[:, 1:].amax(-1))
+            else:
+                p = logits.softmax(-1)
+                t = target.clamp_min(0).unsqueeze(-1)
+                margin = (p.gather(-1, t) - p.scatter(-1, t, -1.0).amax(-1, keepdim=True)).squeeze(-1)
         if solved is None:
             solved = torch.zeros_like(loss, dtype=torch.bool)
         if tokens:
             solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
             loss = loss.view(target.shape).sum(-1)
-        return loss, solved, logits
+            margin = margin.masked_fill(target == IGNORED, 1.0).amin(-1)
+        return loss, solved, margin, logits
 
     def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
         """This process's part of the rows ``index``, equally long on all; what fills it up to that has weight 0."""

@@ -12,62 +12,21 @@ from torch.utils.data import Sampler
 
 from softsieve import _checks
 
-LONGEST = 4  # rows solved once, twice, ... and LONGEST or more times in a row have a relapse rate each
+# Levels of rows by how far they led when last seen: below what is asked for, by steps, and above it, by shares of what is
+# missing to a lead of 1.
+BELOW = (-0.3, -0.1)
+ABOVE = (0, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+UNSEEN, LOWEST, FIRST = 0, 1, 2 + len(BELOW)  # the level of rows never seen, the lowest of others, the first that leads
+LEVELS = FIRST + len(ABOVE)
+NEVER = -2.0  # the lead of a row that was never seen
 
 
 class SolvedSampler(Sampler[int]):
-    """Visits every row that was not solved when last seen, and as many solved ones as their relapses call for.
-
-    A solved row has zero gradient, so leaving it out costs nothing as long as it stays solved. Whether it does is known
-    of every row that is seen again: of the rows solved ``s`` times in a row, some share ``risk[s]`` no longer is. An
-    epoch leaves out solved rows, those of the smallest risk first, until the expected number of relapsed ones among
-    them, going by the latest epochs, reaches ``tolerance * num_samples``, and always visits ``recheck`` of every kind.
-    So clean data are mostly left out after the first epochs, and noisy data, whose rows relapse, are mostly visited.
-
-    A loop may also screen rows: it asks `worth_screening` of which rows more than ``screen_above`` are expected to be
-    solved, runs those forward without dropout, tells `update`, and trains on those that are not solved.
-
-    Every rank of several processes takes the same decisions: what each rank saw is reduced once an epoch, when
-    iteration starts. All ranks yield the same order, for loaders that shard it (Accelerate, Lightning); with
-    ``num_replicas`` and ``rank`` each yields its own equal share.
-
-    Args:
-        num_samples: rows of the data set.
-        tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A
-            target, not a bound: the rates are an epoch old, and simulations went up to half above it.
-        recheck: share of the solved rows that is always visited again, in (0, 1].
-        screen_above: chance of being solved above which a row is worth a forward pass of its own, in [0, 1]; 0: any, 1:
-            none. A forward pass is about a third of a training pass.
-        seed: of the random order; the same on all ranks.
-        num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what was found.
-
-    Example:
-        Batches must say which rows they hold; then training needs three lines more::
-
-            sampler = SolvedSampler(len(dataset))
-            for index, features, target in DataLoader(dataset, batch_size=32, sampler=sampler):
-                loss, stats = as_cross_entropy(model(features), target, return_stats=True)
-                sampler.update(index, stats.solved)
-
-        A loop that keeps ``sampler.state_dict()`` in its checkpoints resumes in the middle of an epoch: after
-        `load_state_dict` the first iteration yields the rows that `update` has not been told of, and no batch is to be
-        skipped by hand.
-
-        Of 1000 rows, 900 are solved whenever they are seen. Nothing is known of how they last, then it is:
-
-        >>> sampler = SolvedSampler(1000, tolerance=0.01, recheck=0.1)
-        >>> for epoch in range(4):
-        ...     rows = torch.tensor(list(sampler))
-        ...     sampler.update(rows, rows < 900)
-        ...     print(len(rows), end=" ")
-        1000 980 190 191
-    """
+    """TODO"""
 
     def __init__(
-        self, num_samples: int, *, tolerance: float = 0.005, recheck: float = 0.1, screen_above: float = 1 / 3,
+        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.05,
+        recheck: float = 0.05, screen_above: float = 1 / 2, slips: float = 0.06,
         seed: int = 0, num_replicas: int = 1, rank: int = 0,
     ) -> None:  # fmt: skip
         _checks.whole_number("num_samples", num_samples, 1, 2**40)
@@ -78,47 +37,89 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("num_replicas", num_replicas, 1, 2**31)
         _checks.whole_number("rank", rank, 0, num_replicas - 1)
         self.num_samples, self.seed, self.num_replicas, self.rank = num_samples, seed, num_replicas, rank
-        self.tolerance, self.recheck, self.screen_above = tolerance, recheck, screen_above
+        self.margin, self.delta, self.tolerance, self.recheck = margin, delta, tolerance, recheck
+        self.screen_above, self.slips = screen_above, slips
+        self._base = base = delta if margin is None else margin
+        edges = [base + step for step in BELOW] + [base + share * (1 - base) for share in ABOVE]
+        self._edges = torch.tensor(edges, dtype=torch.float32)
         self.epoch = 0  # whose rows `plan` holds, in order
         self._started = False
         self._over = False  # whether iteration came to the end of the plan
         self._resume_at: int | None = None  # row of this rank's share at which iteration goes on with a loaded epoch
-        self.streak = torch.zeros(num_samples, dtype=torch.uint8)  # times solved in a row, up to LONGEST
-        self._seen = torch.zeros(num_samples, dtype=torch.uint8)  # in this epoch: 0 not, 1 solved, 2 not solved
-        # By streak: screening and training passes over rows, and those that were not solved. Old ones fade.
-        self._passes = torch.zeros(2, LONGEST + 1, dtype=torch.float64)
+        self.leads = torch.full((num_samples,), NEVER, dtype=torch.float32)  # when last seen
+        self.seen_at = torch.full((num_samples,), -1, dtype=torch.int32)  # in which epoch
+        self._looked = torch.zeros(num_samples, dtype=torch.bool)  # screened in this epoch and not trained since
+        # By level: passes over rows when last seen there, and those in which they were open. Old ones fade.
+        self._passes = torch.zeros(2, LEVELS, dtype=torch.float64)
+        # By level when just screened: training passes, and those in which the row had a gradient all the same.
+        self._slips = torch.zeros(2, LEVELS, dtype=torch.float64)
+        self._screens = False
         self.plan = self._draw()
+
+    def _levels(self, leads: Tensor) -> Tensor:
+        level = LOWEST + torch.bucketize(leads, self._edges, right=True)
+        return torch.where(leads == NEVER, UNSEEN, level)
+
+    def _count(self, table: Tensor, level: Tensor, failed: Tensor) -> None:
+        table *= 0.5 ** (16 * len(level) / self.num_samples)
+        table[0].index_add_(0, level, torch.ones(len(level), dtype=torch.float64))
+        table[1].index_add_(0, level, failed.double())
+
+    @staticmethod
+    def _rates(table: Tensor) -> Tensor:
+        rates = torch.empty(LEVELS, dtype=torch.float64)
+        for level, (passes, failed) in enumerate(table.T.tolist()):
+            expected = 1.0 if level <= LOWEST else float(rates[level - 1])
+            if level == FIRST:
+                expected = min(expected, 0.5)
+            rates[level] = (failed + 2 * expected) / (passes + 2)
+        return rates
 
     @property
     def risk(self) -> Tensor:
-        """By streak, the share of rows not solved when seen again. Before any were: as one time fewer; half; all."""
-        risk = torch.empty(LONGEST + 1, dtype=torch.float64)
-        for streak, (passes, failed) in enumerate(self._passes.T.tolist()):
-            expected = float(risk[streak - 1]) if streak > 1 else (1.0, 0.5)[streak]  # what was never solved is not
-            risk[streak] = (failed + 2 * expected) / (passes + 2)  # Laplace's rule: two passes' worth of expectation
-        return risk
+        return self._rates(self._passes)
+
+    @property
+    def bar(self) -> float:
+        """The lead at which rows are left out"""
+        if self.margin is not None or not self._screens:
+            return self._base
+        few = (self._rates(self._slips) <= self.slips)[FIRST:].nonzero().flatten()
+        return float(self._edges[len(BELOW) + (int(few[0]) if len(few) else len(ABOVE) - 1)])
 
     @property
     def solved(self) -> Tensor:
-        """Which rows were solved when last seen, as far as this rank knows: bool, (num_samples,)."""
-        return torch.where(self._seen == 0, self.streak > 0, self._seen == 1)
+        return self.leads >= self._base
 
     def worth_screening(self, indices: Tensor) -> Tensor:
         """Of which rows screening is expected to save the training pass; bool, shape of ``indices``."""
         index = _checks.row_numbers("indices", indices, self.num_samples)
-        return (1 - self.risk >= self.screen_above)[self.streak[index].long()]
+        return (1 - self.risk >= self.screen_above)[self._levels(self.leads[index])] | self._drawn[index]
 
-    def update(self, indices: Tensor, solved: Tensor) -> None:
-        """Note which of the rows ``indices`` are ``solved``, on each rank for the rows it saw."""
+    def screened(self, indices: Tensor, margins: Tensor) -> Tensor:
+        """Note margins of a screening pass; says which rows may be left out now."""
+        index, values = indices.flatten(), margins.flatten().float()
+        self._screens = True
+        leads = values >= self.bar
+        self._count(self._passes, self._levels(self.leads[index]), ~leads)
+        self.leads[index] = values
+        self.seen_at[index] = self.epoch
+        self._looked[index] = True
+        return leads & ~self._drawn[index]
+
+    def update(self, indices: Tensor, margins: Tensor) -> None:
         index = _checks.row_numbers("indices", indices, self.num_samples).flatten()
-        flags = _checks.row_values("solved", solved, indices).flatten().bool()
-        first = self._seen[index] == 0  # a second pass in one epoch says nothing about relapse
-        streak, failed = self.streak[index[first]].long(), (~flags[first]).double()
-        # Old passes fade, by half over a sixteenth of the data: the model moves on, and so do the rates.
-        self._passes *= 0.5 ** (16 * len(streak) / self.num_samples)
-        self._passes[0].index_add_(0, streak, torch.ones_like(failed))
-        self._passes[1].index_add_(0, streak, failed)
-        self._seen[index] = 2 - flags.to(torch.uint8)
+        values = _checks.row_values("margins", margins, indices).flatten()
+        values = values.float() * 2 - 1 if values.dtype == torch.bool else values.float()
+        before = self.leads[index]
+        level, looked = self._levels(before), self._looked[index]
+        self._count(self._slips, level[looked], values[looked] <= self._base)
+        if not self._screens:
+            first = self.seen_at[index] < self.epoch  # a second pass in one epoch says nothing about relapse
+            self._count(self._passes, level[first], values[first] < self._base)
+        self.leads[index] = torch.where(looked, before, torch.maximum(values, before) if self._screens else values)
+        self.seen_at[index] = self.epoch
+        self._looked[index] = False
 
     def __iter__(self) -> Iterator[int]:
         start = self._resume_at
@@ -146,27 +147,23 @@ class SolvedSampler(Sampler[int]):
         return self.plan
 
     def _take_in(self) -> None:
-        """Reduce what the ranks saw and bring the streaks up to date."""
-        if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            seen, passes = self._seen.to(device), self._passes.to(device)
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
-            dist.all_reduce(passes)
-            self._seen, self._passes = seen.cpu(), passes.cpu() / ranks
-        grown = (self.streak + 1).clamp(max=LONGEST)
-        self.streak = torch.where(self._seen == 0, self.streak, torch.where(self._seen == 1, grown, 0))
-        self._seen = torch.zeros_like(self._seen)
+        self._looked.zero_()
 
     def _draw(self) -> Tensor:
         """The rows of this epoch in random order, a multiple of ``num_replicas`` of them."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        visit = self.streak == 0
-        allowance = self.tolerance * self.num_samples  # relapsed rows that may go unnoticed
-        for risk, streak in sorted((risk, streak) for streak, risk in enumerate(self.risk.tolist()) if streak > 0):
-            rows = (self.streak == streak).nonzero().flatten()
+        self._drawn = torch.rand(self.num_samples, generator=generator) < self.recheck
+        level, risks = self._levels(self.leads), self.risk
+        counts = torch.bincount(level, minlength=LEVELS)
+        visit = self.leads < self.bar
+        allowance = self.tolerance * float((counts * risks).sum())  # open rows that may go unnoticed
+        for risk, number in sorted((risk, level) for level, risk in enumerate(risks.tolist()) if level >= FIRST):
+            rows = ((level == number) & ~visit).nonzero().flatten()
             leave = min(int(len(rows) * (1 - self.recheck)), int(allowance / risk))
             allowance -= leave * risk
-            visit[rows[torch.randperm(len(rows), generator=generator)[leave:]]] = True
+            rows = rows[torch.randperm(len(rows), generator=generator)]
+            rows = rows[self.seen_at[rows].argsort(stable=True)]
+            visit[rows[: len(rows) - leave]] = True
         order = visit.nonzero().flatten()
         order = order[torch.randperm(len(order), generator=generator)]
         short = -len(order) % self.num_replicas
@@ -197,7 +194,7 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("epoch", state["epoch"], 0, 2**31)
         position = state.get("position", 2**62)  # earlier versions wrote none
         _checks.whole_number("position", position, 0, 2**62)
-        _checks.saved("streak", state["streak"], self.streak, high=LONGEST)
+        pass
         _checks.saved("seen", state["seen"], self._seen, high=2)
         _checks.saved("looks", state["looks"], self._passes, high=1e300)
         _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)

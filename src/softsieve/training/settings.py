@@ -60,7 +60,9 @@ class Settings:
     speed_lambda: float = 1.0
     merge: bool = True
     skip: str = "no"
-    tolerance: float = 0.005
+    skip_margin: float | None = None
+    slips: float = 0.06
+    tolerance: float = 0.02
     recheck: float = 0.1
     screen_above: float = 1 / 3
     eval_steps: int = 0

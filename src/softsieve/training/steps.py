@@ -23,13 +23,14 @@ class RowResults:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.solved = torch.zeros(rows, dtype=torch.bool, device=device)
         self.loss = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.margin = torch.zeros(rows, dtype=torch.float32, device=device)
         self.weight = torch.ones(rows, dtype=torch.float32, device=device)  # of the row in the loss
         self.tally = torch.zeros(2, dtype=torch.float32, device=device)  # mean loss of every step, and rows solved
         self.steps = self.samples = 0  # that the tally is over
 
-    def note(self, index: Tensor, loss: Tensor, solved: Tensor, count: Tensor) -> None:
+    def note(self, index: Tensor, loss: Tensor, solved: Tensor, margin: Tensor, count: Tensor) -> None:
         """Keep loss and solved of the rows ``index``, part of a step with ``count`` labels."""
-        self.solved[index], self.loss[index] = solved, loss
+        self.solved[index], self.loss[index], self.margin[index] = solved, loss, margin
         self.tally += torch.stack([loss.sum() / count, solved.sum()])
 
     def figures(self, step: int) -> tuple[float, float]:
@@ -69,9 +70,9 @@ class EagerSteps:
         """This process's part of the loss of the rows ``index``, over ``count``, times the processes (DDP averages)."""
         replica, results = self.replica, self.results
         mine, weight = replica.share(index)
-        loss, solved, _ = replica.row_losses(self.rows.batch(mine))
-        all_loss, all_solved = (replica.gather(value, len(index)) for value in (loss.detach().float(), solved))
-        results.note(index.to(replica.device), all_loss, all_solved, count)
+        loss, solved, margin, _ = replica.row_losses(self.rows.batch(mine))
+        noted = (replica.gather(value, len(index)) for value in (loss.detach().float(), solved, margin))
+        results.note(index.to(replica.device), *noted, count)
         weight = weight.to(replica.device) * results.weight[mine.to(replica.device)]
         total: Tensor = (loss * weight).sum() * replica.ranks
         return total / count
@@ -93,7 +94,7 @@ class GraphSteps(EagerSteps):
         optimizer = self.replica.optimizer.optimizer
         optimizer.zero_grad()
         batch = Batch({k: v[index] for k, v in self.rows.inputs.items()}, self.rows.target[index])
-        loss, solved, _ = self.replica.row_losses(batch)
+        loss, solved, margin, _ = self.replica.row_losses(batch)
         weight = self.results.weight[index]
         count = count_labels(batch.target, weight)
         mean = (loss * weight).sum() / count
@@ -101,5 +102,5 @@ class GraphSteps(EagerSteps):
         if self.settings.max_grad_norm:
             nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.settings.max_grad_norm)
         optimizer.step()
-        self.results.note(index, loss.detach(), solved, count)
+        self.results.note(index, loss.detach(), solved, margin, count)
         return (solved,)
