@@ -77,7 +77,7 @@ def _kernel_answers() -> Iterator[tuple[str, Tensor]]:
 
     target = _labels(ROWS)
     logits, weight = _sure(_logits(ROWS, CLASSES), target), torch.linspace(0.1, 2, CLASSES)
-    names = ("loss", "threshold", "kept", "lse", "norm", "share")
+    names = ("loss", "threshold", "kept", "lse", "norm", "share", "margin")
     for reduction in REDUCTIONS:
         by_triton, valid = cross_entropy_triton.forward(logits, target, weight, 0.1, -100, reduction)
         yield f"triton/{reduction}/valid", valid
@@ -85,7 +85,7 @@ def _kernel_answers() -> Iterator[tuple[str, Tensor]]:
         for kernel, outputs in ((cross_entropy_triton, by_triton), (cross_entropy_torch, by_torch)):
             kind = kernel.__name__.rpartition("_")[-1]
             yield from ((f"{kind}/{reduction}/{name}", value) for name, value in zip(names, outputs, strict=True))
-            _, *scalars, share = outputs
+            _, *scalars, share, _ = outputs
             yield f"{kind}/{reduction}/grad", kernel.backward(share, logits, target, *scalars)
 
 

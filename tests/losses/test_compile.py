@@ -46,6 +46,9 @@ def test_whole_graphs_with_the_same_results(backend: str) -> None:
     for function in functions:
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         torch.testing.assert_close(value_and_grad(compiled, logits), value_and_grad(function, logits))
+    stats = torch.compile(lambda x: as_cross_entropy(x, target, return_stats=True)[1], fullgraph=True, backend=backend)
+    for ours, eager in zip(stats(logits), as_cross_entropy(logits, target, return_stats=True)[1], strict=True):
+        torch.testing.assert_close(ours, eager)
     mask = torch.compile(lambda x: as_keep_mask(x, target), fullgraph=True, backend=backend)
     assert torch.equal(mask(logits), as_keep_mask(logits, target))
 
@@ -90,6 +93,7 @@ def test_fake_tensors_go_through_the_ops() -> None:
         loss, stats = as_cross_entropy(logits, torch.zeros(4, dtype=torch.long), return_stats=True)
         (grad,) = torch.autograd.grad(loss, logits)
     assert (loss.shape, stats.kept.dtype, grad.shape) == ((), torch.int64, (4, 5))
+    assert (stats.margin.shape, stats.margin.dtype) == ((4,), torch.float32)
 
 
 def test_function_transforms_take_the_gradient() -> None:
@@ -106,7 +110,7 @@ def test_the_ops_pass_the_checks_of_torch() -> None:
         for reduction in ("none", "mean", "sum"):
             arguments = (logits, target, weight, delta, -100, reduction)
             torch.library.opcheck(torch.ops.softsieve.as_cross_entropy.default, arguments)
-    _, *scalars, share = (output.detach() for output in torch.ops.softsieve.as_cross_entropy(*arguments))
+    _, *scalars, share, _ = (output.detach() for output in torch.ops.softsieve.as_cross_entropy(*arguments))
     saved = (share.requires_grad_(), logits, target, *scalars)
     torch.library.opcheck(torch.ops.softsieve.as_cross_entropy_backward.default, saved)
     torch.library.opcheck(torch.ops.softsieve.positives.default, (torch.randint(2, (3, 4)),))

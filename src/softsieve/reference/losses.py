@@ -64,17 +64,20 @@ def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
 
 def as_stats(
     logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solved, kept, dense and lse, all zero in ignored rows.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Solved, kept, dense, lse and margin, all zero in ignored rows.
 
     >>> as_stats(torch.tensor([[9.0, 0.0]]), torch.tensor([0]))[:3]
     (tensor([True]), tensor([1]), tensor([False]))
     """
     counted = target != ignore_index
-    label, margin = target.where(counted, 0), _column(delta, logits)
-    kept = (~(_lead(logits, label) > margin)).sum(-1) * counted
-    dense = ~(logits.softmax(-1).gather(-1, label.unsqueeze(-1)) > margin).squeeze(-1) & counted
-    return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0)
+    label, asked = target.where(counted, 0), _column(delta, logits)
+    kept = (~(_lead(logits, label) > asked)).sum(-1) * counted
+    p = logits.detach().softmax(-1)
+    own = p.gather(-1, label.unsqueeze(-1))
+    dense = ~(own > asked).squeeze(-1) & counted
+    margin = own.squeeze(-1) - p.scatter(-1, label.unsqueeze(-1), 0).amax(-1)
+    return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0), margin.where(counted, 0)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> Tensor:
@@ -110,7 +113,7 @@ def linear_as_cross_entropy(
 def linear_as_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
     ignore_index: int = -100, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`as_stats` of `linear_logits`, and whether no class has a larger logit than the label.
 
     >>> linear_as_stats(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))[-1]
