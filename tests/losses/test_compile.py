@@ -42,6 +42,8 @@ def test_whole_graphs_with_the_same_results(backend: str) -> None:
         lambda x: as_cross_entropy(x.view(5, 8, 9) * 2, target.view(5, 8), reduction="none", weight=weight),
         lambda x: as_cross_entropy(x * 2, target, return_stats=True)[0],
         lambda x: as_multilabel_loss(x * 2, flags),
+        lambda x: as_multilabel_loss(x * 2, flags, against="threshold"),
+        lambda x: as_multilabel_loss(x * 2, flags, against="threshold", return_stats=True)[0],
     ]
     for function in functions:
         compiled = torch.compile(function, fullgraph=True, backend=backend)
@@ -53,7 +55,9 @@ def test_whole_graphs_with_the_same_results(backend: str) -> None:
     assert torch.equal(mask(logits), as_keep_mask(logits, target))
 
 
-@pytest.mark.parametrize("criterion", [ASCrossEntropyLoss(1.0), ASMultiLabelLoss(1.0)])
+@pytest.mark.parametrize(
+    "criterion", [ASCrossEntropyLoss(1.0), ASMultiLabelLoss(1.0), ASMultiLabelLoss(1.0, against="threshold")]
+)
 def test_a_delta_that_moves_is_not_compiled_anew(criterion: ASCrossEntropyLoss | ASMultiLabelLoss) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     logits, target = make(20, 5)
