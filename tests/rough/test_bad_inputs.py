@@ -629,7 +629,14 @@ ENTRIES: dict[str, Entry] = {
     "ASOptions": Entry(
         lambda **args: _imported("transformers").ASOptions(**args),
         dict,
-        {"delta": "number", "initial_delta": "number", "ratio": "number", "speed": "words", "skip": "mapping"},
+        {
+            "delta": "number",
+            "initial_delta": "number",
+            "ratio": "number",
+            "speed": "words",
+            "skip": "mapping",
+            "against": "choice",
+        },
         also=("final", "initial"),
     ),
     "ASTrainer": Entry(

@@ -66,9 +66,9 @@ class Replica:
         logits, target = self.model(**batch.inputs).float(), batch.target
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
         if tokens:  # flat: as many positions as classes are nothing to warn of
-            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())
+            loss, solved, _ = self.objective(logits.flatten(0, -2), target.flatten())
         else:
-            loss, solved = self.objective(logits, target)
+            loss, solved, _ = self.objective(logits, target)
         if solved is None:
             solved = torch.zeros_like(loss, dtype=torch.bool)
         if tokens:
