@@ -53,7 +53,7 @@ def _forward(
             for start in range(0, classes, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 x = tl.load(logits + at, mask=at < classes, other=-float("inf")).to(tl.float32)
-                rival = tl.maximum(rival, tl.max(tl.where(at == t, -float("inf"), x), 0))
+                rival = tl.maximum(rival, tl.max(tl.where(at == t.to(tl.int32), -float("inf"), x), 0))
                 higher = tl.maximum(o, rival)
                 base = tl.where(higher == -float("inf"), 0.0, higher)
                 total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
