@@ -109,7 +109,7 @@ def _each() -> Iterator[tuple[str, Tensor]]:
                 place = f"as_multilabel_loss/{against} {delta:g} {reduction}"
                 for what, value in _differentiated(lambda x, o=options: as_multilabel_loss(x, flags, **o), many):  # type: ignore[misc]
                     yield f"{place}/{what}", value
-                _, stats = as_multilabel_loss(many, flags, return_stats=True, **options)  # type: ignore[call-overload]
+                _, stats = as_multilabel_loss(many, flags, return_stats=True, **options)
                 yield from ((f"{place}/{what}", value) for what, value in stats._asdict().items())
     for multilabel, registry in ((False, SINGLE_LABEL), (True, MULTI_LABEL)):
         logits, answer = (many, flags) if multilabel else (sure, target)
