@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.losses.cross_entropy import as_keep_mask
-from softsieve.losses.multilabel import multilabel_keep_masks, multilabel_rows, positives
+from softsieve.losses.multilabel import masks_against_labels, multilabel_rows, positives
 
 __all__ = ["AS_Softmax", "Multi_label_AS_Softmax", "compute_accumulation_step"]
 
@@ -68,7 +68,8 @@ class Multi_label_AS_Softmax(nn.Module):
         _checks.logits(logits)
         _checks.target(labels, logits, multilabel=True)
         delta = _checks.number("delta", self.delta, 0, 1)
-        return multilabel_keep_masks(logits, positives(labels), delta)
+        negative, positive, _ = masks_against_labels(logits, positives(labels), delta)
+        return negative, positive
 
     def as_multilabel_categorical_crossentropy(
         self, y_pred: Tensor, y_true: Tensor, mask_neg: Tensor, mask_pos: Tensor

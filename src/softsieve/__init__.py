@@ -13,6 +13,7 @@ from softsieve.losses import (
     DeltaSchedule,
     LinearASCrossEntropyLoss,
     LinearASStats,
+    MultiLabelStats,
     as_cross_entropy,
     as_keep_mask,
     as_multilabel_loss,
@@ -22,7 +23,7 @@ from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
     "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "AdaptiveSoftmax", "DeltaSchedule",
-    "LinearASCrossEntropyLoss", "LinearASStats", "SolvedSampler", "TopK", "as_cross_entropy", "as_keep_mask",
-    "as_multilabel_loss", "linear_as_cross_entropy",
+    "LinearASCrossEntropyLoss", "LinearASStats", "MultiLabelStats", "SolvedSampler", "TopK", "as_cross_entropy",
+    "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy",
 ]  # fmt: skip
 __version__ = "0.2.0"

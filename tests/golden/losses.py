@@ -77,7 +77,7 @@ def _kernel_answers() -> Iterator[tuple[str, Tensor]]:
 
     target = _labels(ROWS)
     logits, weight = _sure(_logits(ROWS, CLASSES), target), torch.linspace(0.1, 2, CLASSES)
-    names = ("loss", "threshold", "kept", "lse", "norm", "share")
+    names = ("loss", "threshold", "kept", "lse", "norm", "share", "margin")
     for reduction in REDUCTIONS:
         by_triton, valid = cross_entropy_triton.forward(logits, target, weight, 0.1, -100, reduction)
         yield f"triton/{reduction}/valid", valid
@@ -85,7 +85,7 @@ def _kernel_answers() -> Iterator[tuple[str, Tensor]]:
         for kernel, outputs in ((cross_entropy_triton, by_triton), (cross_entropy_torch, by_torch)):
             kind = kernel.__name__.rpartition("_")[-1]
             yield from ((f"{kind}/{reduction}/{name}", value) for name, value in zip(names, outputs, strict=True))
-            _, *scalars, share = outputs
+            _, *scalars, share, _ = outputs
             yield f"{kind}/{reduction}/grad", kernel.backward(share, logits, target, *scalars)
 
 
@@ -102,11 +102,15 @@ def _each() -> Iterator[tuple[str, Tensor]]:
     sure = _sure(_logits(ROWS, CLASSES), target)
     flags = (_logits(ROWS, CLASSES) > 1).index_fill(0, torch.tensor([0]), False).index_fill(0, torch.tensor(1), True)
     many = _logits(ROWS, CLASSES) * torch.linspace(0.2, 3, ROWS)[:, None]
-    for delta in (0.0, 0.1, 1.0):
+    for delta in (0.0, 0.1, 0.5, 1.0):
         for reduction in REDUCTIONS:
-            options = {"delta": delta, "reduction": reduction}
-            for what, value in _differentiated(lambda x, o=options: as_multilabel_loss(x, flags, **o), many):  # type: ignore[misc]
-                yield f"as_multilabel_loss/{delta:g} {reduction}/{what}", value
+            for against in ("labels", "threshold"):
+                options = {"delta": delta, "against": against, "reduction": reduction}
+                place = f"as_multilabel_loss/{against} {delta:g} {reduction}"
+                for what, value in _differentiated(lambda x, o=options: as_multilabel_loss(x, flags, **o), many):  # type: ignore[misc]
+                    yield f"{place}/{what}", value
+                _, stats = as_multilabel_loss(many, flags, return_stats=True, **options)
+                yield from ((f"{place}/{what}", value) for what, value in stats._asdict().items())
     for multilabel, registry in ((False, SINGLE_LABEL), (True, MULTI_LABEL)):
         logits, answer = (many, flags) if multilabel else (sure, target)
         for name in registry:
@@ -115,9 +119,9 @@ def _each() -> Iterator[tuple[str, Tensor]]:
                 place = f"objective/{name}/{multilabel}/{reduction}"
                 for what, value in _differentiated(lambda x, o=objective, a=answer: o(x, a).loss, logits):  # type: ignore[misc]
                     yield f"{place}/{what}", value
-                solved = objective(logits, answer).solved
-                if solved is not None:
-                    yield f"{place}/solved", solved
+                for what, found in objective(logits, answer)._asdict().items():
+                    if what != "loss" and found is not None:
+                        yield f"{place}/{what}", found
     yield from _kernel_answers()
 
 

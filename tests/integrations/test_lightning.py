@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from softsieve import ASCrossEntropyLoss, LinearASCrossEntropyLoss
+from softsieve import ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss
 from softsieve.errors import InputError
 from softsieve.training import ASSpeed, SolvedSampler
 
@@ -189,6 +189,34 @@ class Linear(Module):
     def __init__(self) -> None:
         super().__init__()
         self.criterion = LinearASCrossEntropyLoss(CLASSES, CLASSES, return_stats=True)  # type: ignore[assignment]
+
+
+class MultiLabel(Module):
+    """Any number of labels a row, of which there is always one here."""
+
+    against = "threshold"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = ASMultiLabelLoss(1.0, against=self.against, return_stats=True)  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        index, features, target = batch
+        return super().training_step((index, features, nn.functional.one_hot(target, CLASSES)), batch_idx)
+
+
+class ByLabels(MultiLabel):
+    against = "labels"
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "final"),
+    [(MultiLabel, None, 0.5), (MultiLabel, 0.3, 0.3), (ByLabels, None, 0.1), (Module, None, 0.1)],
+)
+def test_margin_unless_given_is_that_of_the_kind_of_loss(make: type[Module], given: float | None, final: float) -> None:
+    module, _ = fit([DeltaCallback(given, ratio=0.5)], make=make, max_epochs=2)
+    assert module.deltas[0] == 1
+    assert module.deltas[-1] == final
 
 
 def test_margin_of_a_layer_with_its_loss_comes_down() -> None:

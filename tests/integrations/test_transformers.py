@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from softsieve import as_cross_entropy, as_multilabel_loss
 from softsieve.errors import InputError
+from softsieve.losses.multilabel import MASKS
 from softsieve.training import ASSpeed
 from tests.helpers import default_dtype
 
@@ -171,15 +172,27 @@ def test_gradient_is_that_of_the_mean_over_the_whole_window(
 
 
 @pytest.mark.parametrize(("batch", "accumulated"), [(4, 1), (1, 4)])
-def test_multilabel(tmp_path: Path, batch: int, accumulated: int) -> None:
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({}, {"delta": 0.5, "against": "threshold"}),
+        ({"delta": 0.2}, {"delta": 0.2, "against": "threshold"}),
+        ({"against": "labels"}, {"delta": 0.1, "against": "labels"}),
+    ],
+)
+def test_multilabel(tmp_path: Path, batch: int, accumulated: int, given: dict[str, Any], meant: dict[str, Any]) -> None:
     model = bert(problem_type="multi_label_classification")
-    flags = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0]])
     ids = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
-    loss = as_multilabel_loss(model(input_ids=ids).logits, flags, delta=0.1)
+    logits = model(input_ids=ids).logits
+    flags = (logits > 0).long()
+    flags[0, 0] ^= 1  # all but this one are right, by more and by less
+    rules = {as_multilabel_loss(logits, flags, delta=d, against=a).item() for d in (0.1, 0.2, 0.5) for a in MASKS}
+    assert len(rules) == 6
+    loss = as_multilabel_loss(logits, flags, **meant)
     expected = gradient(loss, model)
     data = Data([{"input_ids": i, "labels": f.float()} for i, f in zip(ids, flags, strict=True)])
     settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
-    close(gradient_of_one_step(tmp_path, data, model, **settings), expected)
+    close(gradient_of_one_step(tmp_path, data, model, options=ASOptions(**given), **settings), expected)
 
 
 def test_evaluation_reports_the_loss_at_the_final_margin_and_the_logits(tmp_path: Path) -> None:
@@ -205,6 +218,7 @@ def test_margin_comes_down_over_the_nominal_steps(tmp_path: Path) -> None:
 
     class Watch(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            assert run._delta is not None
             margins.append(run._delta)
 
     data = easy(16)
@@ -385,6 +399,8 @@ def test_refusals(tmp_path: Path) -> None:
         ASOptions(skip={"tolerance": 2})
     with pytest.raises(ValueError, match="final"):
         ASOptions(delta=2)
+    with pytest.raises(ValueError, match="against: expected one of 'labels', 'threshold', found 'all'"):
+        ASOptions(against="all")
 
 
 def worker(rank: int, folder: str) -> None:

@@ -42,15 +42,22 @@ def test_whole_graphs_with_the_same_results(backend: str) -> None:
         lambda x: as_cross_entropy(x.view(5, 8, 9) * 2, target.view(5, 8), reduction="none", weight=weight),
         lambda x: as_cross_entropy(x * 2, target, return_stats=True)[0],
         lambda x: as_multilabel_loss(x * 2, flags),
+        lambda x: as_multilabel_loss(x * 2, flags, against="threshold"),
+        lambda x: as_multilabel_loss(x * 2, flags, against="threshold", return_stats=True)[0],
     ]
     for function in functions:
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         torch.testing.assert_close(value_and_grad(compiled, logits), value_and_grad(function, logits))
+    stats = torch.compile(lambda x: as_cross_entropy(x, target, return_stats=True)[1], fullgraph=True, backend=backend)
+    for ours, eager in zip(stats(logits), as_cross_entropy(logits, target, return_stats=True)[1], strict=True):
+        torch.testing.assert_close(ours, eager)
     mask = torch.compile(lambda x: as_keep_mask(x, target), fullgraph=True, backend=backend)
     assert torch.equal(mask(logits), as_keep_mask(logits, target))
 
 
-@pytest.mark.parametrize("criterion", [ASCrossEntropyLoss(1.0), ASMultiLabelLoss(1.0)])
+@pytest.mark.parametrize(
+    "criterion", [ASCrossEntropyLoss(1.0), ASMultiLabelLoss(1.0), ASMultiLabelLoss(1.0, against="threshold")]
+)
 def test_a_delta_that_moves_is_not_compiled_anew(criterion: ASCrossEntropyLoss | ASMultiLabelLoss) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     logits, target = make(20, 5)
@@ -90,6 +97,7 @@ def test_fake_tensors_go_through_the_ops() -> None:
         loss, stats = as_cross_entropy(logits, torch.zeros(4, dtype=torch.long), return_stats=True)
         (grad,) = torch.autograd.grad(loss, logits)
     assert (loss.shape, stats.kept.dtype, grad.shape) == ((), torch.int64, (4, 5))
+    assert (stats.margin.shape, stats.margin.dtype) == ((4,), torch.float32)
 
 
 def test_function_transforms_take_the_gradient() -> None:
@@ -106,7 +114,7 @@ def test_the_ops_pass_the_checks_of_torch() -> None:
         for reduction in ("none", "mean", "sum"):
             arguments = (logits, target, weight, delta, -100, reduction)
             torch.library.opcheck(torch.ops.softsieve.as_cross_entropy.default, arguments)
-    _, *scalars, share = (output.detach() for output in torch.ops.softsieve.as_cross_entropy(*arguments))
+    _, *scalars, share, _ = (output.detach() for output in torch.ops.softsieve.as_cross_entropy(*arguments))
     saved = (share.requires_grad_(), logits, target, *scalars)
     torch.library.opcheck(torch.ops.softsieve.as_cross_entropy_backward.default, saved)
     torch.library.opcheck(torch.ops.softsieve.positives.default, (torch.randint(2, (3, 4)),))

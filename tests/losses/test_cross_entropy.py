@@ -81,11 +81,15 @@ def test_mask_and_stats_agree_with_the_reference(shape: tuple[int, int], delta: 
     _, stats = as_cross_entropy(logits, target, delta=delta, return_stats=True)
     assert torch.equal(stats.kept, mask.sum(-1))
     assert torch.equal(stats.solved, mask.sum(-1) == 1)
-    solved, _, dense, lse = reference.as_stats(logits.double(), target, delta=delta)
+    solved, _, dense, lse, margin = reference.as_stats(logits.double(), target, delta=delta)
     rows = clear.all(-1)
     assert torch.equal(stats.solved[rows], solved[rows])
     assert torch.equal(stats.dense[rows], dense[rows])
     torch.testing.assert_close(stats.lse.double(), lse, rtol=1e-6, atol=1e-6)
+    assert stats.margin.dtype == stats.lse.dtype
+    torch.testing.assert_close(stats.margin.double(), margin, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+    if shape[1] > 1:  # an only class is solved at delta 1, too
+        assert torch.equal(stats.margin[rows] > delta, solved[rows])
 
 
 @pytest.mark.usefixtures("_blocks")
@@ -223,6 +227,53 @@ def test_ignore_index_of_any_value(ignore_index: int) -> None:
     assert (grad[~counted] == 0).all()
     assert not torch.cat([s[~counted].double() for s in stats]).any()
     assert not as_keep_mask(logits, target, ignore_index=ignore_index)[~counted].any()
+
+
+@pytest.mark.parametrize(
+    ("row", "margin"),
+    [
+        ([5.0], 1.0),
+        ([2.0, 2.0, -INF], 0.0),
+        ([-INF, 0.0, 0.0], -0.5),
+        ([3.0, -INF, -INF], 1.0),
+        ([1e4, 1e4 + 1, -1e9], -0.46211716),
+        ([0.0, 5000.0, 4999.0], -0.73105858),  # log p of the target has no digits left for that of the other
+        ([0.0, NAN], NAN),
+        ([INF, 0.0], NAN),
+    ],
+)
+@pytest.mark.parametrize("delta", [0.0, 0.1, 1.0])
+def test_margins(row: list[float], margin: float, delta: float) -> None:
+    logits, target = torch.tensor([row, row], requires_grad=True), torch.tensor([0, IGNORED])
+    _, stats = as_cross_entropy(logits, target, delta=delta, return_stats=True)
+    torch.testing.assert_close(stats.margin, torch.tensor([margin, 0]), rtol=1e-6, atol=0, equal_nan=True)
+    assert not stats.margin.requires_grad
+    assert margin != 0 or stats.margin[0] == 0  # a tie has exactly none
+    if margin == margin:
+        truth = reference.as_stats(logits, target, delta=delta)[-1]
+        torch.testing.assert_close(stats.margin, truth, rtol=1e-6, atol=0)
+
+
+@given(
+    st.lists(st.floats(-60, 60), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_margins_are_of_minus_1_to_1_and_tell_what_is_solved(
+    row: list[float], delta: float, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([row], dtype=dtype)
+    _, stats = as_cross_entropy(logits, torch.tensor([0]), delta=delta, return_stats=True)
+    assert -1 <= stats.margin <= 1
+    if len(row) > 1 and abs(float(stats.margin) - delta) > 1e-5:
+        assert (stats.margin > delta) == stats.solved
+
+
+def test_far_from_zero_the_threshold_decides_and_not_the_margin() -> None:
+    logits, target = torch.randn(4000, 3) + 1e5, torch.zeros(4000, dtype=torch.long)  # multiples of 1/128
+    _, stats = as_cross_entropy(logits, target, return_stats=True)
+    assert ((stats.margin > 0.1) != stats.solved).any()
+    assert torch.equal(stats.kept, as_keep_mask(logits, target).sum(-1))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -405,7 +405,7 @@ def test_the_label_is_kept_also_where_backward_rounds_its_logit_down(backend: st
     q = products[0, 1:].softmax(-1).tolist()
     lse, above = products[:, 1:].logsumexp(-1), torch.nextafter(products[:, 1], products[:, 2])
     zero, one = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.ones(1, device=DEVICE)
-    saved = Saved(above, zero + 2, lse, torch.zeros_like(lse), *[one] * 7)
+    saved = Saved(above, zero + 2, lse, torch.zeros_like(lse), *[one] * 8)
     kernel.load_backend(backend).differentiate(Chunk(products, None, 0.0, 0), zero, zero + 1, one, saved)
     torch.testing.assert_close(products, torch.tensor([[0, q[0] - 1, q[1]]], device=DEVICE))
 
@@ -452,13 +452,43 @@ def test_statistics(backend: str, delta: float) -> None:
         assert ours.shape == true.shape
         torch.testing.assert_close(ours.cpu(), true.to(ours.dtype), rtol=1e-5, atol=1e-5, msg=name)
     assert torch.equal(stats.right.cpu(), (logits.argmax(-1) == case.target) & (case.target >= 0))
-    assert [s.dtype for s in stats] == [torch.bool, torch.long, torch.bool, torch.float32, torch.bool]
+    assert [s.dtype for s in stats] == [torch.bool, torch.long, torch.bool, torch.float32, torch.float32, torch.bool]
     assert stats.right.any()
     if delta in (0.1, 0.6):
         sparse = (stats.kept > 1) & ~stats.dense
         assert stats.solved.any()
         assert stats.dense.any()
         assert sparse.any() or delta == 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("softcap", [None, 9.0])
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_margins(backend: str, softcap: float | None, dtype: torch.dtype) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("computes in float32")
+    case = decided(make_case(rows=40), dtype, 0.1)
+    hidden, weight, bias, target = case.arguments(dtype)
+    _, stats = linear_as_cross_entropy(
+        hidden.view(8, 5, -1), weight, target.view(8, 5), bias=bias, softcap=softcap, backend=backend,
+        return_stats=True,
+    )  # fmt: skip
+    states, matrix, biases = (x.detach().double() for x in (hidden, weight, bias))
+    logits = reference.linear_logits(states, matrix, biases, softcap)
+    margin = reference.as_stats(logits, target)[-1]
+    assert (margin.amin() < -0.1) & (margin.amax() > 0.1)
+    assert (stats.margin.shape, stats.margin.dtype) == ((8, 5), stats.lse.dtype)
+    torch.testing.assert_close(stats.margin.flatten().double(), margin, rtol=0, atol=TOLERANCE[dtype])
+    if softcap is None:
+        assert torch.equal(stats.margin > 0.1, stats.solved)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_an_only_class_has_margin_1(backend: str) -> None:
+    hidden, weight = torch.ones(2, 3, device=DEVICE), torch.ones(1, 3, device=DEVICE)
+    target = torch.tensor([0, IGNORED], device=DEVICE)
+    _, stats = linear_as_cross_entropy(hidden, weight, target, backend=backend, return_stats=True)
+    assert stats.margin.tolist() == [1, 0]
 
 
 # -- shapes and strides ------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ CLASSES, FIRST = sum(SHARDS), SHARDS[0]
 SHAPE, SIZE = (4, 8), 16
 TWINS = {3: FIRST + 20, FIRST + 40: 9}  # classes with nearly the weight of one in the other shard
 NAMES = ("hidden", "weight", "bias")
-STATS = ("solved", "kept", "dense", "lse", "right")
+STATS = ("solved", "kept", "dense", "lse", "margin", "right")
 
 CASES: dict[str, set[str]] = {  # what is asked of each
     "mean": set(),

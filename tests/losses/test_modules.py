@@ -1,5 +1,7 @@
 """The modules are shells: what they do is what the functions do."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,6 +45,11 @@ def test_multilabel_module_passes_everything_on() -> None:
     logits, target = torch.randn(7, 4), torch.randint(2, (7, 4))
     truth = as_multilabel_loss(logits, target, delta=0.3, reduction="none")
     assert torch.equal(ASMultiLabelLoss(0.3, reduction="none")(logits, target), truth)
+    options: dict[str, Any] = {"against": "threshold", "reduction": "sum", "return_stats": True}
+    loss, stats = ASMultiLabelLoss(0.3, **options)(logits, target)
+    truth, true_stats = as_multilabel_loss(logits, target, delta=0.3, **options)
+    assert torch.equal(loss, truth)
+    assert all(torch.equal(a, b) for a, b in zip(stats, true_stats, strict=True))
 
 
 def test_constructors_refuse_bad_options() -> None:
@@ -58,8 +65,10 @@ def test_constructors_refuse_bad_options() -> None:
         ASMultiLabelLoss(-1.0)
     with pytest.raises(ValueError, match="reduction"):
         ASMultiLabelLoss(reduction="all")
+    with pytest.raises(ValueError, match="against: expected one of 'labels', 'threshold', found 'all'"):
+        ASMultiLabelLoss(against="all")
 
 
 def test_they_print_their_settings() -> None:
     assert repr(ASCrossEntropyLoss(0.2)) == "ASCrossEntropyLoss(delta=0.2, ignore_index=-100, reduction='mean')"
-    assert repr(ASMultiLabelLoss(0.2)) == "ASMultiLabelLoss(delta=0.2, reduction='mean')"
+    assert repr(ASMultiLabelLoss(0.2)) == "ASMultiLabelLoss(delta=0.2, against='labels', reduction='mean')"

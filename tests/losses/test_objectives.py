@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softsieve import as_cross_entropy, as_multilabel_loss
-from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Outcome, make_objective
+from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, MultiLabelASSoftmax, Outcome, make_objective
 from tests.helpers import IGNORED, default_dtype, make
 
 INF = float("inf")
@@ -136,11 +136,13 @@ def test_the_cosine_head_is_scale_times_cosine() -> None:
 
 def test_as_softmax_says_what_is_solved() -> None:
     logits, target = make(30, 9)
-    solved = make_objective("as-softmax")(logits, target).solved
-    rows = as_cross_entropy(logits, target, reduction="none")
+    _, solved, margin = make_objective("as-softmax")(logits, target)
+    rows, stats = as_cross_entropy(logits, target, reduction="none", return_stats=True)
     assert solved is not None
+    assert margin is not None
     assert torch.equal(solved, (rows == 0) & (target != IGNORED))
-    assert make_objective("softmax")(logits, target).solved is None
+    assert torch.equal(margin, stats.margin)
+    assert make_objective("softmax")(logits, target)[1:] == (None, None)
 
 
 def test_delta_may_change() -> None:
@@ -156,10 +158,20 @@ def test_multilabel_objectives(reduction: str) -> None:
     plain = make_objective("softmax", multilabel=True, reduction=reduction)(logits, target)
     assert isinstance(plain, Outcome)
     assert torch.equal(plain.loss, as_multilabel_loss(logits, target, delta=1.0, reduction=reduction))
-    loss, solved = make_objective("as-softmax", multilabel=True, delta=0.2, reduction=reduction)(logits, target)
-    assert torch.equal(loss, as_multilabel_loss(logits, target, delta=0.2, reduction=reduction))
-    assert solved is not None
-    assert torch.equal(solved, as_multilabel_loss(logits, target, delta=0.2, reduction="none") == 0)
+    assert plain[1:] == (None, None)
+    logits += 6 * (2 * target - 1) * torch.linspace(0, 1, 9)[:, None]
+    for options in ({"delta": 0.5, "against": "threshold"}, {"delta": 0.02, "against": "labels"}):
+        made = make_objective("as-softmax", multilabel=True, reduction=reduction, **options)
+        ours = made(logits, target)
+        loss, stats = as_multilabel_loss(logits, target, reduction=reduction, return_stats=True, **options)  # type: ignore[call-overload]
+        assert torch.equal(ours.loss, loss)
+        assert ours.solved is not None
+        assert ours.margin is not None
+        assert torch.equal(ours.solved, stats.solved)
+        assert torch.equal(ours.margin, stats.margin)
+        assert stats.solved.any()
+        assert not stats.solved.all()
+    assert make_objective("as-softmax", multilabel=True) == MultiLabelASSoftmax(delta=0.5, against="threshold")
 
 
 def test_a_missing_package_is_missed_when_the_objective_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +202,8 @@ def test_bad_names_options_and_labels_are_refused() -> None:
     for name, option in bad:
         with pytest.raises(ValueError, match=next(iter(option))):
             make_objective(name, **option)
+    with pytest.raises(ValueError, match="against: expected one of 'labels', 'threshold', found 'all'"):
+        make_objective("as-softmax", multilabel=True, against="all")
     with pytest.raises(ValueError, match="target: expected class labels"):
         make_objective("softmax")(torch.zeros(2, 3), torch.tensor([0, 3]))
 
@@ -197,7 +211,8 @@ def test_bad_names_options_and_labels_are_refused() -> None:
 def test_labels_a_margin_apart_on_one_side_of_0_are_not_solved() -> None:
     logits = torch.tensor([[9.0, 5.0, 1.0], [-1.0, -5.0, -9.0], [5.0, -5.0, -9.0]])
     target = torch.tensor([[1, 0, 0]] * 3)
-    loss, solved = make_objective("as-softmax", multilabel=True, reduction="none")(logits, target)
+    options = {"multilabel": True, "reduction": "none", "against": "labels", "delta": 0.1}
+    loss, solved, _ = make_objective("as-softmax", **options)(logits, target)  # type: ignore[arg-type]
     assert solved is not None
     assert loss.tolist() == [0, 0, 0]
     assert solved.tolist() == [False, False, True]

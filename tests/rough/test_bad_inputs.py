@@ -261,6 +261,7 @@ def _flags() -> dict[str, Any]:
 
 
 LOSS = {"delta": "number", "ignore_index": "whole", "reduction": "choice"}
+MULTILABEL = {"delta": "number", "against": "choice", "reduction": "choice", "return_stats": "flag"}
 LOGITS = {"logits": "tensor", "target": "tensor"}
 LINEAR = {
     "hidden": "factor", "weight": "factor", "target": "tensor", "bias": "factor", **LOSS,
@@ -378,7 +379,7 @@ ENTRIES: dict[str, Entry] = {
         {**LOGITS, **LOSS, "weight": "factor", "return_stats": "flag"},
     ),
     "as_multilabel_loss": Entry(
-        softsieve.as_multilabel_loss, _flags, {**LOGITS, "delta": "number", "reduction": "choice"}
+        softsieve.as_multilabel_loss, lambda: {**_flags(), "return_stats": True}, {**LOGITS, **MULTILABEL}
     ),
     "linear_as_cross_entropy": Entry(softsieve.linear_as_cross_entropy, _linear, LINEAR, also=("hidden, weight",)),
     "linear_as_cross_entropy, reference": Entry(
@@ -392,9 +393,7 @@ ENTRIES: dict[str, Entry] = {
         {**LOGITS, **LOSS, "weight": "factor", "return_stats": "flag"},
     ),
     "ASMultiLabelLoss": Entry(
-        _module(softsieve.ASMultiLabelLoss, ("logits", "target")),
-        _flags,
-        {**LOGITS, "delta": "number", "reduction": "choice"},
+        _module(softsieve.ASMultiLabelLoss, ("logits", "target")), _flags, {**LOGITS, **MULTILABEL}
     ),
     "LinearASCrossEntropyLoss": Entry(
         _module(softsieve.LinearASCrossEntropyLoss, ("hidden", "target")),
@@ -659,7 +658,14 @@ ENTRIES: dict[str, Entry] = {
     "ASOptions": Entry(
         lambda **args: _imported("transformers").ASOptions(**args),
         dict,
-        {"delta": "number", "initial_delta": "number", "ratio": "number", "speed": "words", "skip": "mapping"},
+        {
+            "delta": "number",
+            "initial_delta": "number",
+            "ratio": "number",
+            "speed": "words",
+            "skip": "mapping",
+            "against": "choice",
+        },
         also=("final", "initial"),
     ),
     "ASTrainer": Entry(
@@ -693,7 +699,7 @@ ENTRIES: dict[str, Entry] = {
 }
 RESULTS = "made by the library, not by its callers"
 EXEMPT = {
-    **dict.fromkeys(("ASStats", "LinearASStats", "TopK", "LogPartition", "Coverage"), RESULTS),
+    **dict.fromkeys(("ASStats", "LinearASStats", "MultiLabelStats", "TopK", "LogPartition", "Coverage"), RESULTS),
     **dict.fromkeys(
         ("Calibration", "CascadeCalibration", "GpuCascadeCalibration", "DriftWarning", "WeightChanged", "Batch"),
         RESULTS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from softsieve.errors import InputError
-from softsieve.losses.objectives import CosineHead, Objective, make_objective
+from softsieve.losses.objectives import CosineHead, MultiLabelASSoftmax, Objective, make_objective
 from softsieve.tasks.encode import ImageEncoder
 from softsieve.tasks.examples import KINDS, Data, Examples
 from softsieve.tasks.task import FILE, Task, TokenRows
@@ -212,6 +212,17 @@ def test_the_content_of_the_file(tmp_path: Path) -> None:
     assert json.loads((tmp_path / FILE).read_text()) == TEXT
     (tmp_path / FILE).write_text(json.dumps({**TEXT, **IMAGE}))
     assert Task.load(tmp_path).encoder == ImageEncoder(size=8, mirror=0)
+
+
+def test_files_from_before_there_were_two_multilabel_rules(tmp_path: Path) -> None:
+    old = {"name": "as-softmax", "reduction": "none", "delta": 0.2}
+    (tmp_path / FILE).write_text(json.dumps({**TEXT, "kind": "multilabel", "objective": old}))
+    task = Task.load(tmp_path)
+    assert task.objective == MultiLabelASSoftmax(delta=0.2, against="labels", reduction="none")
+    task.save(tmp_path, MultiLabelASSoftmax())
+    assert Task.load(tmp_path).objective == MultiLabelASSoftmax(delta=0.5, against="threshold")
+    (tmp_path / FILE).write_text(json.dumps({**TEXT, "objective": {**old, "ignore_index": -100}}))
+    assert Task.load(tmp_path).objective == make_objective("as-softmax", delta=0.2, reduction="none")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from softsieve.errors import InputError
 from softsieve.losses.linear import LinearASCrossEntropyLoss
 from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
+from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
@@ -49,7 +50,7 @@ class DeltaCallback(Callback):
     """Brings the margin of the AS losses in the module down from ``initial_delta`` to ``delta``.
 
     Args:
-        delta: margin at the end.
+        delta: margin at the end; None: 0.5 for a multi-label loss against the threshold, 0.1 for others.
         initial_delta: margin at the start; 1 is plain softmax.
         ratio: share of training spent on the way.
 
@@ -58,8 +59,12 @@ class DeltaCallback(Callback):
         Trainer(max_epochs=10, callbacks=[DeltaCallback(delta=0.1, ratio=0.2)])
     """
 
-    def __init__(self, delta: float = 0.1, *, initial_delta: float = 1.0, ratio: float = 0.0) -> None:
-        self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
+    def __init__(self, delta: float | None = None, *, initial_delta: float = 1.0, ratio: float = 0.0) -> None:
+        margins = {"labels": ASSoftmax.delta, "threshold": MultiLabelASSoftmax.delta}
+        self.schedules = {  # counted in shares of training
+            against: DeltaSchedule(margin if delta is None else delta, initial_delta, ratio, total_steps=1)
+            for against, margin in margins.items()
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.losses = [m for m in pl_module.modules() if isinstance(m, LOSSES)]
@@ -73,7 +78,7 @@ class DeltaCallback(Callback):
         if trainer.max_steps == -1:
             done = (trainer.current_epoch + batch_idx / trainer.num_training_batches) / (trainer.max_epochs or 1)
         for loss in self.losses:
-            loss.delta = self.schedule(done)
+            loss.delta = self.schedules[getattr(loss, "against", "labels")](done)
 
 
 class SpeedCallback(Callback):

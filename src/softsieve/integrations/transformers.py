@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
+from softsieve.losses.multilabel import MASKS
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.checkpoint import load_tensors, save_tensors
@@ -46,25 +47,28 @@ class ASOptions:
     """What `ASTrainer` does besides the loss.
 
     Args:
-        delta: margin of the loss, in [0, 1].
+        delta: margin of the loss, in [0, 1]; None: 0.5 for a multi-label loss against the threshold, 0.1 for others.
         initial_delta: margin at the start; 1 is plain softmax.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
         speed: AS-Speed, whose number multiplies ``gradient_accumulation_steps``; None leaves it out.
         skip: keywords of `SolvedSampler`, ``{}`` for its defaults; None visits every row in every epoch.
+        against: rule of the multi-label loss, ``"threshold"`` or ``"labels"``; see `as_multilabel_loss`.
 
     Example::
 
         ASOptions(delta=0.1, ratio=0.2, speed=ASSpeed(max_steps=4), skip={"recheck": 0.2})
     """
 
-    delta: float = 0.1
+    delta: float | None = None
     initial_delta: float = 1.0
     ratio: float = 0.0
     speed: ASSpeed | None = None
     skip: Mapping[str, Any] | None = None
+    against: str = "threshold"
 
     def __post_init__(self) -> None:
         self.schedule(1)
+        _checks.choice("against", self.against, MASKS)
         if self.speed is not None and not isinstance(self.speed, ASSpeed):
             raise TypeError(f"speed: expected an ASSpeed, found {type(self.speed).__name__}")
         if self.skip is not None:
@@ -73,8 +77,10 @@ class ASOptions:
                 raise ValueError(f"skip: expected keywords of SolvedSampler, found {self.skip!r}")
             SolvedSampler(1, **self.skip)
 
-    def schedule(self, total_steps: int) -> DeltaSchedule:
-        return DeltaSchedule(self.delta, self.initial_delta, self.ratio, max(1, total_steps))
+    def schedule(self, total_steps: int, *, multilabel: bool = False) -> DeltaSchedule:
+        default = MultiLabelASSoftmax.delta if multilabel and self.against == "threshold" else ASSoftmax.delta
+        final = default if self.delta is None else self.delta
+        return DeltaSchedule(final, self.initial_delta, self.ratio, max(1, total_steps))
 
 
 class ASTrainerMixin(Trainer):
@@ -110,7 +116,8 @@ class ASTrainerMixin(Trainer):
         self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
         self._check_settings()
         self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
-        self._delta = self.as_options.delta
+        self._delta: float | None = None  # of the latest loss in training
+        self._step: int | None = None  # the nominal step under way
         self._speed: ASSpeed | None = None
         self._sampler: SolvedSampler | None = None
         self._total = self._steps = 1  # nominal steps of the whole training and of an epoch
@@ -143,13 +150,12 @@ class ASTrainerMixin(Trainer):
         labels: Tensor = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", INDEX)})
         logits: Tensor = (outputs["logits"] if isinstance(outputs, dict) else outputs[0]).float()
-        delta = self._delta if model.training else self.as_options.delta
         multilabel = labels.shape == logits.shape
-        objective: Objective = (MultiLabelASSoftmax if multilabel else ASSoftmax)(delta=delta, reduction="sum")
+        objective = self._objective(multilabel=multilabel, training=model.training)
         if labels.shape == logits.shape[:-1]:  # flat: as many positions as classes are nothing to warn of
-            loss, solved = objective(logits.flatten(0, -2), labels.flatten())
+            loss, solved, _ = objective(logits.flatten(0, -2), labels.flatten())
         else:
-            loss, solved = objective(logits, labels)
+            loss, solved, _ = objective(logits, labels)
         counted = torch.ones_like(labels[..., 0], dtype=torch.bool) if multilabel else labels != -100
         if num_items_in_batch is None:
             loss = loss / counted.sum().clamp_min(1)
@@ -166,6 +172,16 @@ class ASTrainerMixin(Trainer):
             return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
         return loss
 
+    def _objective(self, *, multilabel: bool, training: bool) -> Objective:
+        """The loss at the margin of the step under way; at the final one when there is none, as in evaluation."""
+        schedule = self.as_options.schedule(self._total, multilabel=multilabel)
+        delta = schedule.final
+        if training and self._step is not None:
+            delta = self._delta = schedule(self._step)
+        if multilabel:
+            return MultiLabelASSoftmax(delta=delta, against=self.as_options.against, reduction="sum")
+        return ASSoftmax(delta=delta, reduction="sum")
+
     def _take_note(self, inputs: dict[str, Any], solved: Tensor, counted: Tensor) -> None:
         self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
         if self._sampler is not None:  # a row of tokens is solved when all its counted labels are
@@ -173,8 +189,7 @@ class ASTrainerMixin(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of one optimizer step, of which the Trainer's loop sees the last ``num_batches``."""
-        step = self._nominal_step()
-        self._delta = self.as_options.schedule(self._total)(step)
+        step = self._step = self._nominal_step()
         self._seen = torch.zeros_like(self._seen)
         if not self._adapts:
             return super().get_batch_samples(epoch_iterator, num_batches, device)

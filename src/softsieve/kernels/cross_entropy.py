@@ -26,7 +26,7 @@ from softsieve.kernels.cross_entropy_torch import accumulation_dtype
 
 INF = float("inf")
 HAS_TRITON = find_spec("triton") is not None
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _forward(
@@ -68,8 +68,8 @@ def _(
 ) -> Outputs:
     row = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits))
     loss = torch.empty_like(row) if reduction == "none" else row.new_empty(())
-    threshold, lse, norm, share = (torch.empty_like(row) for _ in range(4))
-    return loss, threshold, torch.empty_like(row, dtype=torch.long), lse, norm, share
+    threshold, lse, norm, share, margin = (torch.empty_like(row) for _ in range(5))
+    return loss, threshold, torch.empty_like(row, dtype=torch.long), lse, norm, share, margin
 
 
 backward_op = torch.library.custom_op("softsieve::as_cross_entropy_backward", _backward, mutates_args=())
@@ -92,9 +92,9 @@ def needs_op(logits: Tensor) -> bool:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *_ = inputs
-    _, *scalars = output
+    _, *scalars, margin = output
     ctx.save_for_backward(logits, target, *scalars)
-    ctx.mark_non_differentiable(*scalars)
+    ctx.mark_non_differentiable(*scalars, margin)
     ctx.set_materialize_grads(False)
 
 
@@ -145,11 +145,12 @@ _apply_backward = differentiable(_backward, _save_again, _differentiate_again)
 def as_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Outputs:
-    """Loss, reduced and differentiable, and for every row five constants, all of them 0 where the label is ignored.
+    """Loss, reduced and differentiable, and for every row six constants, all of them 0 where the label is ignored.
 
     These are its threshold, the number of kept classes, ``lse``, the log-sum-exp over all classes, ``norm``, which
-    makes ``exp((logits - lse) - norm)`` the softmax over the kept ones, and its share in the loss. The gradient of a
-    row is ``share * (softmax over kept classes - one-hot target)``, and exactly 0 in solved and ignored rows.
+    makes ``exp((logits - lse) - norm)`` the softmax over the kept ones, its share in the loss, and its margin, the
+    target's probability minus the largest of another class. The gradient of a row is ``share * (softmax over kept
+    classes - one-hot target)``, and exactly 0 in solved and ignored rows.
 
     Args:
         logits: (rows, classes), fp16, bf16, fp32 or fp64.

@@ -1,8 +1,9 @@
 """AS cross-entropy over the rows of a logits matrix in plain torch, for any device.
 
 Forward goes over the logits in blocks of rows that stay in the cache and keeps a few scalars a row; only rows that are
-sparse and not solved are visited again. Backward writes the gradient in one sweep over the rows that have one. Nothing
-of size rows x classes exists but the gradient itself. `kernels.cross_entropy` says what goes in and out.
+sparse and not solved are visited again, where their kept classes are counted. Backward writes the gradient in one sweep
+over the rows that have one. Nothing of size rows x classes exists but the gradient itself. `kernels.cross_entropy` says
+what goes in and out.
 """
 
 from __future__ import annotations
@@ -93,30 +94,35 @@ def sum_rows(values: Tensor, counted: Tensor) -> Tensor:
 
 def forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, threshold, kept, lse, norm and share."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, threshold, kept, lse, norm, share and margin."""
     classes, dtype = logits.shape[1], accumulation_dtype(logits)
-    largest = torch.finfo(dtype).max
+    limits = torch.finfo(dtype)
     label, counted = check_labels(target, classes, ignore_index)
     scalars = logits.new_zeros(len(logits), 4, dtype=dtype)  # ignored rows stay 0
-    for rows, x, (a,) in _sweep(logits, _choose(counted), scratch=1):
+    for rows, x, (log_p,) in _sweep(logits, _choose(counted), scratch=1):
         t = label[rows].unsqueeze(1)
-        nll = torch.log_softmax(x, -1, out=a).gather(1, t).neg_()
+        nll = torch.log_softmax(x, -1, out=log_p).gather(1, t).neg_()
         o_t = x.gather(1, t)
-        ratio = nll.exp().clamp_(max=largest).mul_(-delta)  # -delta / p_t, at most -1 in a dense row
+        rival = log_p.scatter_(1, t, -INF).amax(-1, keepdim=True).exp_()  # the likeliest other class
+        margin = nll.neg().exp_().sub_(rival)
+        ratio = nll.exp().clamp_(max=limits.max).mul_(-delta)  # -delta / p_t, at most -1 in a dense row
         threshold = ratio.clamp_(min=-1).log1p_().add_(o_t)
-        kept = torch.ge(x, threshold, out=a).sum(-1, keepdim=True)  # of 0.0 and 1.0, to vectorise: exact to 2^24
-        scalars[rows] = torch.cat((nll, o_t, threshold, kept), 1)
+        scalars[rows] = torch.cat((nll, o_t, threshold, margin), 1)
 
-    nll, o_t, threshold, kept = scalars.unbind(1)
+    nll, o_t, threshold, margin = scalars.unbind(1)
     sparse = (threshold > -INF) & (nll < INF)
-    loss = nll.masked_fill(sparse, 0)
-    for rows, x, (p, keep) in _sweep(logits, _choose(sparse & (kept > 1)), scratch=2):
+    # Logits decide what is kept. A margin says it but for rounding, which is as large as the threshold's in its row.
+    near = margin.sub(o_t.abs(), alpha=8 * limits.eps) <= delta + 8 * limits.eps
+    loss, kept = torch.zeros_like(nll), counted.to(dtype)
+    for rows, x, (p, keep) in _sweep(logits, _choose(counted & sparse & near), scratch=2):
         t = label[rows].unsqueeze(1)
         p_t = torch.softmax(x, -1, out=p).gather(1, t)
         torch.ge(x, threshold[rows].unsqueeze(1), out=keep).scatter_(1, t, 0)
+        kept[rows] = keep.sum(-1).add_(1)  # of 0.0 and 1.0, to vectorise: exact to 2^24
         ratio = p.mul_(keep).sum(-1, keepdim=True).div_(p_t)  # kept rivals over the target
-        loss[rows] = torch.where(sparse[rows], torch.minimum(ratio.log1p_().squeeze(1), nll[rows]), nll[rows])
+        loss[rows] = torch.minimum(ratio.log1p_().squeeze(1), nll[rows])
+    loss = torch.where(sparse, loss, nll)
     lse = o_t + nll  # loses digits where the target is far below the rest: summed again there
     for rows, x, _ in _sweep(logits, _choose(~(nll < 64)), scratch=0):
         lse[rows] = x.logsumexp(-1)
@@ -125,7 +131,7 @@ def forward(
     norm = (loss - nll).masked_fill_(dense, 0)
     kept = kept.masked_fill(dense, classes).long()
     if not logits.is_cpu:
-        for scalar in (loss, threshold, kept, lse, norm):
+        for scalar in (loss, threshold, kept, lse, norm, margin):
             scalar.masked_fill_(~counted, 0)
 
     share = counted.to(dtype)
@@ -139,7 +145,7 @@ def forward(
     if reduction == "mean":
         total = total.masked_fill(total == 0, 1)
         loss, share = loss / total, share / total
-    return loss, threshold, kept, lse, norm, share
+    return loss, threshold, kept, lse, norm, share, margin.contiguous()
 
 
 def backward(

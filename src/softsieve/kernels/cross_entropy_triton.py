@@ -23,11 +23,11 @@ def _log1p(x):
 
 @triton.jit
 def _forward(
-    logits, target, weight, loss, threshold, kept, lse, norm, share,
+    logits, target, weight, loss, threshold, kept, lse, norm, share, margin,
     stride, classes, delta, ignore_index,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read a row of logits once, or twice if it is sparse; write its weighted loss and the five constants of backward.
+    """Read a row of logits once, or twice if it is sparse; write its weighted loss and its six constants.
 
     A label out of range is not refused here: such a row is written with -1 kept classes, which `_reduce` reports.
     """
@@ -40,25 +40,29 @@ def _forward(
     row_lse = tl.zeros((), tl.float32)
     row_norm = tl.zeros((), tl.float32)
     row_share = tl.zeros((), tl.float32)
+    row_margin = tl.zeros((), tl.float32)
     if t != ignore_index:
         if (t < 0) | (t >= classes):
             count -= 1
         else:
             # log-sum-exp, with 0 in place of a maximum of -inf, from which nothing can be subtracted
-            top = tl.full((), -float("inf"), tl.float32)
+            o = tl.load(logits + t).to(tl.float32)
+            top = o
+            rival = tl.full((), -float("inf"), tl.float32)  # the largest other logit
             total = tl.zeros((), tl.float32)
             for start in range(0, classes, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 x = tl.load(logits + at, mask=at < classes, other=-float("inf")).to(tl.float32)
-                higher = tl.maximum(top, tl.max(x, 0))
+                rival = tl.maximum(rival, tl.max(tl.where(at == t.to(tl.int32), -float("inf"), x), 0))
+                higher = tl.maximum(o, rival)
                 base = tl.where(higher == -float("inf"), 0.0, higher)
                 total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
                 top = higher
-            o = tl.load(logits + t).to(tl.float32)
             log_total = tl.log(total)
             row_lse = top + log_total
             log_pt = (o - top) - log_total
             nll = -log_pt
+            row_margin = tl.exp(log_pt) - tl.exp((rival - top) - log_total)
             ratio = -delta * tl.minimum(tl.exp(nll), LARGEST)  # -delta / p_t, at most -1 in a dense row
             cut = o + tl.log(1.0 + tl.maximum(ratio, -1.0))
             cut = tl.where((log_pt > -float("inf")) & (ratio > -1.0), cut, -float("inf")).to(tl.float32)
@@ -85,6 +89,7 @@ def _forward(
     tl.store(lse + row, row_lse)
     tl.store(norm + row, row_norm)
     tl.store(share + row, row_share)
+    tl.store(margin + row, row_margin)
 
 
 @triton.jit
@@ -138,20 +143,20 @@ def _settings(classes: int) -> dict[str, int]:
 
 def forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """Loss, threshold, kept, lse, norm and share, and whether all labels are valid."""
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Loss, threshold, kept, lse, norm, share and margin, and whether all labels are valid."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     target = target.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, classes = logits.shape
-    loss, threshold, lse, norm, share = (logits.new_empty(rows, dtype=torch.float32) for _ in range(5))
+    loss, threshold, lse, norm, share, margin = (logits.new_empty(rows, dtype=torch.float32) for _ in range(6))
     kept = logits.new_empty(rows, dtype=torch.long)
     _forward[(rows,)](
-        logits, target, target if weight is None else weight, loss, threshold, kept, lse, norm, share,
+        logits, target, target if weight is None else weight, loss, threshold, kept, lse, norm, share, margin,
         logits.stride(0), classes, delta, ignore_index, WEIGHTED=weight is not None, **_settings(classes),
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
-    return (loss, threshold, kept, lse, norm, share), valid
+    return (loss, threshold, kept, lse, norm, share, margin), valid
 
 
 def reduce_rows(loss: Tensor, kept: Tensor, share: Tensor, reduction: str) -> tuple[Tensor, Tensor]:

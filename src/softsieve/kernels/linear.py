@@ -92,8 +92,9 @@ def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
 def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
     backend, label = load_backend(options.backend), targets.label
-    top, own = layer.hidden.new_full((2, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
-    own_scan, marks = Scan(top, torch.zeros_like(top), own), backend.make_marks(layer)
+    top, own, rival = layer.hidden.new_full((3, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
+    own_scan = Scan(top, torch.zeros_like(top), own, rival)
+    marks = backend.make_marks(layer, own_scan)
     for chunk in layer.chunks(BUFFER):
         backend.scan(chunk, label, own_scan, marks)
     del chunk
@@ -109,12 +110,12 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _
     if shards.group is not None and not backend.LISTED:  # solved here and not elsewhere: the label has a gradient
         listed = settled.listed & ~((settled.rivals > 0) & (own > -INF))
         settled, unlisted = settled._replace(listed=listed), int((~listed).sum())
-    loss, kept, lse, norm, share, right = backend.finish(
+    loss, kept, lse, norm, share, margin, right = backend.finish(
         targets, state, settled, shards.first, shards.classes, options.reduction
     )
     counts = torch.tensor([unlisted, entries])
     lists = settled.listed, settled.classes, settled.logits
-    return loss, Saved(settled.threshold, kept, lse, norm, share, own, right, *lists, counts)
+    return loss, Saved(settled.threshold, kept, lse, norm, share, own, margin, right, *lists, counts)
 
 
 def backward(
@@ -210,10 +211,10 @@ class _Shards:
         """The same over the classes of all shards."""
         if self.group is None:
             return state
-        tops, totals, owns = self._gather(torch.stack(state)).unbind(1)
+        tops, totals, owns, rivals = self._gather(torch.stack(state)).unbind(1)
         top = tops.amax(0)
         base = top.masked_fill(top == -INF, 0)
-        return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0))
+        return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0), rivals.amax(0))
 
     def merge_kept(self, settled: Settled) -> Settled:
         """With the kept classes of all shards."""
@@ -228,7 +229,9 @@ class _Shards:
 # As registered custom ops for compiled graphs and tensor subclasses, by an autograd.Function in eager mode. Both take
 # tensors and plain values alone, so here, and only here, `Targets`, `Options` and `Saved` are taken apart.
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # fmt: skip
 
 
 def _forward(

@@ -29,20 +29,20 @@ def _labels_in(chunk: Chunk, label: Tensor) -> tuple[Tensor, Tensor]:
     return rows, column[rows]
 
 
-def make_marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer, state: Scan) -> Tensor:
     """The largest logit besides the label's."""
-    return layer.hidden.new_full((len(layer.hidden),), -INF, dtype=accumulation_dtype(layer.hidden))
+    return state.rival
 
 
 def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
     """Take in a chunk of logits."""
-    x, (top, total, own) = _logits(chunk), state
+    x, (top, total, own, rival) = _logits(chunk), state
     rows, at = _labels_in(chunk, label)
     own[rows] = x[rows, at]
     x[rows, at] = -INF
     others = x.amax(-1)
     x[rows, at] = own[rows]
-    torch.maximum(marks, others, out=marks)
+    torch.maximum(rival, others, out=rival)
     higher = torch.maximum(top, others)
     higher[rows] = torch.maximum(higher[rows], own[rows])
     base = higher.masked_fill(higher == -INF, 0)
@@ -52,7 +52,7 @@ def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
 
 def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
     """Thresholds. Solved rows are listed, with nothing in their lists; no others are."""
-    top, total, own = state
+    top, total, own, _ = state
     ratio = (total.log() - (own - top)).clamp_(min=0).exp_() * targets.delta.to(own.dtype)  # delta / p_t
     sparse = ratio < 1
     threshold = (own + torch.log1p(-ratio)).masked_fill_(~sparse, -INF)
@@ -64,9 +64,9 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
 
 def finish(
     targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, from the sums over all classes."""
-    top, total, own = state
+    top, total, own, rival = state
     log_total = total.log()
     lse = top + log_total
     nll = (log_total - (own - top)).clamp_(min=0)
@@ -85,7 +85,8 @@ def finish(
         parts = parts.masked_fill(parts == 0, 1)
         loss, share = loss / parts, share / parts
     kept = torch.where(sparse, settled.rivals + 1, classes)
-    return loss, kept, lse, norm, share, own >= top
+    margin = torch.exp(-nll) - torch.exp((rival - top) - log_total)
+    return loss, kept, lse, norm, share, margin, own >= top
 
 
 def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:

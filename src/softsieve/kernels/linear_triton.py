@@ -43,20 +43,24 @@ def _at_least_0(x):
 
 @triton.jit
 def _scan(
-    products, bias, label, top, total, own, maxima,
+    products, bias, label, top, total, own, rival, maxima,
     start, width, tiles, cap,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Read a row of a chunk of products; bring the row's largest logit and its sum of exponentials up to date.
+    """Read a row of a chunk of products; bring the row's largest logits and its sum of exponentials up to date.
 
     Also write the largest logit of every tile, without the label's, and, if the label is in the chunk, its logit.
     """
     row = tl.program_id(0).to(tl.int64)
-    t = tl.load(label + row) - start
+    t = (tl.load(label + row) - start).to(tl.int32)
     products += row * width
     maxima += row * tiles + start // _TILE
+    here = (t >= 0) & (t < width)
+    o = _logit(tl.load(products + t, mask=here, other=0.0), bias, start + t, here, cap, BIASED, CAPPED)
+    tl.store(own + row, o, mask=here)
     highest = tl.load(top + row)
     running = tl.load(total + row)
+    others = tl.load(rival + row)
     for begin in range(0, tl.cdiv(width, _TILE), TILES):
         tile = begin + tl.arange(0, TILES)
         at = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
@@ -65,22 +69,16 @@ def _scan(
         else:
             x = tl.load(products + at, mask=at < width, other=0.0)
             x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
-        largest = tl.max(x, 1)
+        largest = tl.max(tl.where(at == t, -float("inf"), x), 1)
         tl.store(maxima + tile, largest.to(maxima.dtype.element_ty), mask=tile * _TILE < width)
-        higher = tl.maximum(highest, tl.max(largest, 0))
+        others = tl.maximum(others, tl.max(largest, 0))
+        higher = tl.maximum(tl.maximum(highest, o), others)
         base = tl.where(higher == -float("inf"), 0.0, higher)
         running = running * tl.exp(highest - base) + tl.sum(tl.sum(tl.exp(x - base), 1), 0)
         highest = higher
     tl.store(top + row, highest)
     tl.store(total + row, running)
-    if (t >= 0) & (t < width):  # what is kept of the label's tile is the largest of the others
-        at = (t // _TILE) * _TILE + tl.arange(0, _TILE)
-        x = tl.load(products + at, mask=at < width, other=0.0)
-        x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
-        tl.store(own + row, tl.sum(tl.where(at == t, x, 0.0), 0))
-        tl.debug_barrier()
-        others = tl.max(tl.where(at == t, -float("inf"), x), 0)
-        tl.store(maxima + t // _TILE, others.to(maxima.dtype.element_ty))
+    tl.store(rival + row, others)
 
 
 @triton.jit
@@ -157,8 +155,8 @@ def _settle(
 
 @triton.jit
 def _finish(
-    label, class_weight, row_weight, top, total, own, threshold, rivals, odds,
-    loss, kept, lse, norm, share, right,
+    label, class_weight, row_weight, top, total, own, rival, threshold, rivals, odds,
+    loss, kept, lse, norm, share, margin, right,
     rows, first, classes,
     CLASSES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -189,6 +187,8 @@ def _finish(
     lost = (highest - all_log) + log_total  # in rounding
     tl.store(norm + row, tl.where(sparse, own_loss - nll, 0.0) + lost, mask=inside)
     tl.store(share + row, part, mask=inside)
+    rival_log_p = (tl.load(rival + row, mask=inside, other=0.0) - highest) - log_total
+    tl.store(margin + row, tl.exp(-nll) - tl.exp(rival_log_p), mask=inside)
     tl.store(right + row, o >= highest, mask=inside)
 
 
@@ -330,7 +330,7 @@ def _block(width: int, most: int) -> int:
     return int(max(TILE, min(triton.next_power_of_2(width), most)))
 
 
-def make_marks(layer: Layer) -> Tensor:
+def make_marks(layer: Layer, state: Scan) -> Tensor:
     """The largest logit of every tile, without the label's. (rows, tiles)"""
     return layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
 
@@ -380,7 +380,7 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     settled = Settled(threshold, rivals, odds, listed, classes, logits, hidden.new_zeros(3, dtype=torch.int32))
     tiles = marks.shape[1]
     _settle[(rows,)](
-        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state, *settled,
+        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state[:3], *settled,
         size, len(weight), tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
         VISITED=VISITED, LISTED=LISTED, **_logit_options(layer), TILES=min(triton.next_power_of_2(tiles), 2048),
         BLOCK=128, num_warps=8,
@@ -390,20 +390,20 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
 
 def finish(
     targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, from the sums over all classes."""
     label, _, class_weight, row_weight = targets
     rows = len(label)
-    loss, lse, norm, share = (settled.threshold.new_empty(rows) for _ in range(4))
+    loss, lse, norm, share, margin = (settled.threshold.new_empty(rows) for _ in range(5))
     kept, right = label.new_empty(rows), label.new_empty(rows, dtype=torch.bool)
     _finish[(triton.cdiv(rows, 256),)](
         label, loss if class_weight is None else class_weight, loss if row_weight is None else row_weight,
-        *state, *settled[:3], loss, kept, lse, norm, share, right,
+        *state, *settled[:3], loss, kept, lse, norm, share, margin, right,
         rows, first, classes, CLASSES=class_weight is not None, ROWS=row_weight is not None, BLOCK=256,
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
     torch._assert_async(valid, f"target: expected labels in [0, {classes})")
-    return loss, kept, lse, norm, share, right
+    return loss, kept, lse, norm, share, margin, right
 
 
 def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:

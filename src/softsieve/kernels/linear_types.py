@@ -91,6 +91,7 @@ class Scan(NamedTuple):
     top: Tensor  # largest logit
     total: Tensor  # sum of exponentials, over e^top
     own: Tensor  # logit of the label; -inf if it is not in this shard
+    rival: Tensor  # largest logit of another class
 
 
 class Settled(NamedTuple):
@@ -114,6 +115,7 @@ class Saved(NamedTuple):
     norm: Tensor  # exp((logit - lse) - norm) is the softmax over the kept classes
     share: Tensor  # weight of the row in the loss
     own: Tensor  # logit of the label; -inf if it is not in this shard
+    margin: Tensor  # probability of the label minus the largest of another class
     right: Tensor  # bool: whether no class has a larger logit than the label
     listed: Tensor
     classes: Tensor
@@ -134,8 +136,8 @@ class Backend(Protocol):
 
     LISTED: int  # the most classes of a row that are listed
 
-    def make_marks(self, layer: Layer) -> Tensor:
-        """Where `scan` is to note what `settle` must know of the logits besides the label's."""
+    def make_marks(self, layer: Layer, state: Scan) -> Tensor:
+        """Where `scan` is to note what `settle` must know of this shard's logits besides the label's."""
 
     def scan(self, chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
         """Bring ``state`` and ``marks`` up to date with a chunk of logits."""
@@ -148,8 +150,8 @@ class Backend(Protocol):
 
     def finish(
         self, targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The reduced loss, kept, lse, norm, share and right. This shard's first class is ``first`` of ``classes``."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The reduced loss, kept, lse, norm, share, margin and right; this shard begins at ``first`` of ``classes``."""
 
     def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
         """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""

@@ -14,26 +14,31 @@ from softsieve.kernels import cross_entropy as kernel
 class ASStats(NamedTuple):
     """What AS-Softmax knows of every row after the forward pass, at no extra cost. Detached from the graph.
 
-    A row whose label is ignored is neither solved nor dense, keeps 0 classes and has ``lse`` 0, so sums over rows are
-    sums over the rows that count.
+    A row whose label is ignored is neither solved nor dense, keeps 0 classes and has ``lse`` and margin 0, so sums over
+    rows are sums over the rows that count.
 
     Attributes:
         solved: bool, shape of the target. Only the target is kept: loss and gradient are exactly 0.
         kept: int64, shape of the target. How many classes are kept, the target among them.
         dense: bool, shape of the target. The target's probability is at most delta, so nothing is masked.
         lse: float32 (float64 for float64 logits), shape of the target. Log-sum-exp over *all* classes.
+        margin: like ``lse``, in [-1, 1]. The target's probability minus the largest of another class, over *all*
+            classes: above delta in a solved row (but for rounding), at most 0 in a row that is predicted wrong.
 
     Example:
         >>> logits = torch.tensor([[4.0, 0.0, 0.0], [0.0, 4.0, 0.0], [1.0, 1.0, 0.0]])
         >>> _, stats = as_cross_entropy(logits, torch.tensor([0, 2, 1]), delta=0.1, return_stats=True)
         >>> stats.solved.tolist(), stats.kept.tolist(), stats.dense.tolist()
         ([True, False, False], [1, 3, 2], [False, True, False])
+        >>> stats.margin
+        tensor([ 0.9470, -0.9470,  0.0000])
     """
 
     solved: Tensor
     kept: Tensor
     dense: Tensor
     lse: Tensor
+    margin: Tensor
 
 
 def as_keep_mask(logits: Tensor, target: Tensor, *, delta: float = 0.1, ignore_index: int = -100) -> Tensor:
@@ -154,12 +159,12 @@ def as_cross_entropy(
     _checks.weight(weight, logits)
     x, t = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     loss: Tensor
-    loss, threshold, kept, lse, *_ = kernel.as_cross_entropy(x, t, weight, delta, ignore_index, reduction)
+    loss, threshold, kept, lse, *_, margin = kernel.as_cross_entropy(x, t, weight, delta, ignore_index, reduction)
     if not torch.is_autocast_enabled(logits.device.type):
         loss = loss.to(logits.dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
-    stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse)
+    stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse, margin=margin)
     return loss, ASStats(*(s.view(target.shape) for s in stats))

@@ -24,7 +24,7 @@ class LinearASStats(NamedTuple):
     All are 0 in a row whose label is ignored.
 
     Attributes:
-        solved, kept, dense, lse: those of `ASStats`.
+        solved, kept, dense, lse, margin: those of `ASStats`.
         right: bool, shape of the target. No class has a larger logit than the target: its mean is the accuracy.
 
     Example:
@@ -38,6 +38,7 @@ class LinearASStats(NamedTuple):
     kept: Tensor
     dense: Tensor
     lse: Tensor
+    margin: Tensor
     right: Tensor
 
 
@@ -176,7 +177,7 @@ def _compute(
         if not return_stats:
             return loss, None
         dense = (saved.threshold == -math.inf) & (saved.kept > 0)
-        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.right)
+        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.margin, saved.right)
     label, delta, class_weight, row_weight = targets
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}

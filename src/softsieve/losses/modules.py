@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.losses.cross_entropy import ASStats, as_cross_entropy
-from softsieve.losses.multilabel import as_multilabel_loss
+from softsieve.losses.multilabel import MASKS, MultiLabelStats, as_multilabel_loss
 
 
 class ASCrossEntropyLoss(nn.Module):
@@ -60,7 +60,9 @@ class ASMultiLabelLoss(nn.Module):
 
     Args:
         delta: margin in [0, 1]. May be changed while training.
+        against: ``"labels"``, the published rule, or ``"threshold"``.
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        return_stats: return the pair of loss and `MultiLabelStats`.
 
     Shape:
         logits and target ``(..., C)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
@@ -71,14 +73,20 @@ class ASMultiLabelLoss(nn.Module):
         tensor(0.)
     """
 
-    def __init__(self, delta: float = 0.1, *, reduction: str = "mean") -> None:
+    def __init__(
+        self, delta: float = 0.1, *, against: str = "labels", reduction: str = "mean", return_stats: bool = False
+    ) -> None:
         super().__init__()
         self.delta = _checks.number("delta", delta, 0, 1)
+        _checks.choice("against", against, MASKS)
         _checks.choice("reduction", reduction, _checks.REDUCTIONS)
-        self.reduction = reduction
+        self.against, self.reduction, self.return_stats = against, reduction, return_stats
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return as_multilabel_loss(logits, target, delta=self.delta, reduction=self.reduction)
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, MultiLabelStats]:
+        return as_multilabel_loss(
+            logits, target, delta=self.delta, against=self.against, reduction=self.reduction,
+            return_stats=self.return_stats,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"delta={self.delta}, reduction={self.reduction!r}"
+        return f"delta={self.delta}, against={self.against!r}, reduction={self.reduction!r}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, overload
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,48 @@ def _(target: Tensor) -> Tensor:
     return torch.empty_like(target, dtype=torch.bool)
 
 
-def multilabel_keep_masks(logits: Tensor, positive: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-    """Where a class would be kept as a negative, and where as a positive. With nobody on the other side: everywhere."""
+class Masks(NamedTuple):
+    """Where classes would be kept as negatives, and where as positives, (..., C), and the rows' margins, (...)."""
+
+    negative: Tensor
+    positive: Tensor
+    margin: Tensor
+
+
+def masks_against_labels(logits: Tensor, positive: Tensor, delta: float) -> Masks:
+    """The published rule: positives and negatives against each other. With nobody on the other side all are kept."""
     p = logits.detach().softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     lowest = torch.where(positive, p, INF).amin(-1, keepdim=True)  # inf: no positive
     highest = torch.where(positive, -INF, p).amax(-1, keepdim=True)  # -inf: no negative
-    beaten_negative = (lowest - p > delta) & (lowest < INF)
-    beaten_positive = (p - highest > delta) & (highest > -INF)
-    return ~beaten_negative, ~beaten_positive  # a NaN is not beaten
+    one_sided = (lowest == INF) | (highest == -INF)
+    beaten_negative = (lowest - p > delta) & ~one_sided
+    beaten_positive = (p - highest > delta) & ~one_sided
+    margin = (lowest - highest).masked_fill(one_sided, -1).squeeze(-1)
+    return Masks(~beaten_negative, ~beaten_positive, margin)  # a NaN is not beaten
+
+
+def masks_against_threshold(logits: Tensor, positive: Tensor, delta: float) -> Masks:
+    """Negatives, and negated positives, each against the threshold, which is a class of logit 0."""
+    o = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    keep_negative, negative_margin = _mask_side(torch.where(positive, -INF, o), delta)
+    keep_positive, positive_margin = _mask_side(torch.where(positive, -o, -INF), delta)
+    return Masks(keep_negative, keep_positive, torch.minimum(negative_margin, positive_margin))
+
+
+def _mask_side(rivals: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+    """AS-Softmax with a target of logit 0 and these rivals, -inf for none: which are kept, and the rows' margins.
+
+    As in `kernels.cross_entropy`, those are kept whose logit reaches ``log(1 - delta / q_0)``, which is at most 0.
+    """
+    rest = rivals.logsumexp(-1, keepdim=True)
+    lse = torch.logaddexp(rest, torch.zeros_like(rest))  # -log q_0
+    ratio = (lse.exp().clamp(max=torch.finfo(lse.dtype).max) * delta).clamp(max=1)
+    keep = ~(rivals < torch.log1p(-ratio))  # a NaN is not beaten
+    margin = torch.exp(-lse) - torch.exp(rivals.amax(-1, keepdim=True) - lse)
+    return keep, margin.squeeze(-1)
+
+
+MASKS = {"labels": masks_against_labels, "threshold": masks_against_threshold}
 
 
 def multilabel_rows(logits: Tensor, negative: Tensor, positive: Tensor) -> Tensor:
@@ -45,29 +81,84 @@ def multilabel_rows(logits: Tensor, negative: Tensor, positive: Tensor) -> Tenso
     return side_n + side_p
 
 
-def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, reduction: str = "mean") -> Tensor:
-    r"""Multi-label AS-Softmax loss: only positives and negatives that are not yet a margin apart add to it.
+class MultiLabelStats(NamedTuple):
+    """What `as_multilabel_loss` knows of every row after the forward pass. Detached from the graph.
 
-    With ``p = logits.softmax(-1)``, negative j is kept when ``min over positives of p - p_j <= delta``, positive t when
-    ``p_t - max over negatives of p <= delta``; a row without positives (negatives) keeps all its negatives (positives).
+    Attributes:
+        solved: bool, shape of the leading dimensions. No class is kept, so that loss and gradient are exactly 0, and
+            the classes whose logit is above 0 are those of the target. Against the threshold the first says the second;
+            labels can be a margin apart on one side of 0, and then the row is not solved.
+        kept: int64. How many classes are kept, of both kinds.
+        margin: float32 (float64 for float64 logits), in [-1, 1]. Against the threshold: by how much its probability is
+            above that of the nearest class, on the side where that is less; above delta in a solved row (but for
+            rounding), at most 0 in a row that is predicted wrong. Against labels: the smallest probability of a
+            positive minus the largest of a negative, -1 without either.
+
+    Example:
+        >>> logits = torch.tensor([[3.0, -4.0, -3.0], [3.0, 2.0, -4.0]])
+        >>> target = torch.tensor([[1, 0, 0], [1, 0, 0]])
+        >>> _, stats = as_multilabel_loss(logits, target, delta=0.5, against="threshold", return_stats=True)
+        >>> stats.solved.tolist(), stats.kept.tolist()
+        ([True, False], [0, 2])
+        >>> stats.margin
+        tensor([ 0.8896, -0.7599])
+    """
+
+    solved: Tensor
+    kept: Tensor
+    margin: Tensor
+
+
+@overload
+def as_multilabel_loss(
+    logits: Tensor, target: Tensor, *, delta: float = ..., against: str = ..., reduction: str = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def as_multilabel_loss(
+    logits: Tensor, target: Tensor, *, delta: float = ..., against: str = ..., reduction: str = ...,
+    return_stats: Literal[True],
+) -> tuple[Tensor, MultiLabelStats]: ...  # fmt: skip
+@overload
+def as_multilabel_loss(
+    logits: Tensor, target: Tensor, *, delta: float = ..., against: str = ..., reduction: str = ...,
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, MultiLabelStats]: ...  # fmt: skip
+def as_multilabel_loss(
+    logits: Tensor, target: Tensor, *, delta: float = 0.1, against: str = "labels", reduction: str = "mean",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
+    r"""Multi-label AS-Softmax loss: only classes that are not yet right by a margin add to it.
+
+    A class is right by more than ``delta`` and left out, by the rule that ``against`` names:
+
+    - ``"labels"``, as published. With ``p = logits.softmax(-1)``, negative j is kept when ``min over positives of p -
+      p_j <= delta``, positive t when ``p_t - max over negatives of p <= delta``; a row without positives (negatives)
+      keeps all its negatives (positives).
+    - ``"threshold"``, ours. A trained model predicts the classes whose logit is above 0, so each kind is compared with
+      a class of logit 0. With ``q = softmax([0, logits of negatives])``, negative j is kept when ``q_0 - q_j <=
+      delta``; with ``q = softmax([0, -logits of positives])``, positive t when ``q_0 - q_t <= delta``. A row of which
+      nothing is kept is predicted right. A delta of 0.5 did well.
+
     The masks are constants to autograd. Computes, for every row::
 
         torch.log(1 + logits[kept_negative].exp().sum()) + torch.log(1 + (-logits[kept_positive]).exp().sum())
 
-    so that no finite logit overflows. With ``delta=1`` this is the plain multi-label softmax loss. A trained model
-    predicts the classes whose logit is above 0.
+    so that no finite logit overflows. With ``delta=1`` this is the plain multi-label softmax loss, by both rules.
 
     Args:
         logits: scores, fp16, bf16, fp32 or fp64.
         target: 1 for the classes that apply, 0 for the others; bool, integer or floating point.
         delta: margin in [0, 1].
+        against: ``"labels"`` or ``"threshold"``.
         reduction: ``"none"``, ``"mean"`` or ``"sum"`` over the rows.
+        return_stats: also return `MultiLabelStats`.
 
     Shape:
         logits and target ``(..., C)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
 
     Returns:
-        The loss, in the dtype of the logits (fp32 under autocast).
+        The loss, in the dtype of the logits (fp32 under autocast); with ``return_stats`` a pair.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was found.
@@ -83,10 +174,17 @@ def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, re
     _checks.logits(logits)
     _checks.target(target, logits, multilabel=True)
     delta = _checks.number("delta", delta, 0, 1)
+    _checks.choice("against", against, MASKS)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     positive = positives(target)
-    keep_negative, keep_positive = multilabel_keep_masks(logits, positive, delta)
-    rows = multilabel_rows(logits, keep_negative & ~positive, keep_positive & positive)
-    rows = rows + 0 * logits.detach().amax(-1)  # an infinite positive would cost nothing: NaN, as in cross-entropy
+    masks = MASKS[against](logits, positive, delta)
+    kept = torch.where(positive, masks.positive, masks.negative)
+    nothing = 0 * logits.detach().amax(-1)  # an infinite positive would cost nothing: NaN, as in cross-entropy
+    rows = multilabel_rows(logits, kept & ~positive, kept & positive) + nothing
     loss = rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
-    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+    loss = loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+    if not return_stats:
+        return loss
+    right = ((logits.detach() > 0) == positive).all(-1) & (nothing == 0)
+    count = kept.sum(-1)
+    return loss, MultiLabelStats(right & (count == 0), count, masks.margin + nothing)

@@ -4,7 +4,7 @@ An objective is a loss together with the head it wants, so that a trainer needs 
 
     objective = make_objective("am-softmax", margin=0.2)
     head = objective.head(hidden_size, num_classes)
-    loss, solved = objective(head(hidden), target)
+    loss, solved, margin = objective(head(hidden), target)
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from softsieve import _checks
 from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
-from softsieve.losses.multilabel import as_multilabel_loss
+from softsieve.losses.multilabel import MASKS, as_multilabel_loss
 
 
 class Outcome(NamedTuple):
-    """A loss and, from objectives that solve rows, which of them are (bool, shape of the leading dimensions).
+    """A loss and, from objectives that solve rows, which of them are, and by how much they are right.
 
-    A solved row has no loss and no gradient, and the right answer.
+    A solved row has no loss and no gradient, and the right answer. Both are None from other objectives.
+
+    Attributes:
+        loss: reduced as the objective says.
+        solved: bool, shape of the leading dimensions.
+        margin: float32 or float64, shape of the leading dimensions, in [-1, 1]: that of `ASStats` or `MultiLabelStats`.
     """
 
     loss: Tensor
     solved: Tensor | None = None
+    margin: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -208,7 +214,7 @@ class ASSoftmax(SingleLabel):
             logits, target, delta=self.delta, ignore_index=self.ignore_index, reduction=self.reduction,
             return_stats=True,
         )  # fmt: skip
-        return Outcome(loss, stats.solved)
+        return Outcome(loss, stats.solved, stats.margin)
 
 
 class MultiLabelSoftmax(Objective):
@@ -222,17 +228,23 @@ class MultiLabelSoftmax(Objective):
 class MultiLabelASSoftmax(Objective):
     """Multi-label AS-Softmax. ``delta`` may be changed while training. Logits above 0 are predicted.
 
-    Labels can be a margin apart and yet on one side of 0: such a row has no gradient but is not solved.
+    With ``against="labels"``, the published rule, labels can be a margin apart and yet on one side of 0: such a row has
+    no gradient but is not solved.
     """
 
-    delta: float = 0.1
+    delta: float = 0.5
+    against: str = "threshold"
     limits = (("delta", 0, 1),)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _checks.choice("against", self.against, MASKS)
+
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
-        rows = as_multilabel_loss(logits, target, delta=self.delta, reduction="none")
-        loss = rows if self.reduction == "none" else rows.mean() if self.reduction == "mean" else rows.sum()
-        right = ((logits.detach() > 0) == (target != 0)).all(-1)
-        return Outcome(loss, (rows.detach() == 0) & right)
+        loss, stats = as_multilabel_loss(
+            logits, target, delta=self.delta, against=self.against, reduction=self.reduction, return_stats=True
+        )
+        return Outcome(loss, stats.solved, stats.margin)
 
 
 SINGLE_LABEL: dict[str, type[Objective]] = {
@@ -263,7 +275,7 @@ def make_objective(name: str, *, multilabel: bool = False, **options: object) ->
         >>> make_objective("am-softmax", margin=0.2)
         AMSoftmax(reduction='mean', ignore_index=-100, scale=30.0, margin=0.2)
         >>> make_objective("as-softmax")(torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
-        Outcome(loss=tensor(0.3466), solved=tensor([ True, False]))
+        Outcome(loss=tensor(0.3466), solved=tensor([ True, False]), margin=tensor([0.9998, 0.0000]))
     """
     registry = MULTI_LABEL if multilabel else SINGLE_LABEL
     _checks.choice("name", name, registry)

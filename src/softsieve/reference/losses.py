@@ -64,17 +64,20 @@ def _reduced(loss: Tensor, weights: Tensor, reduction: str) -> Tensor:
 
 def as_stats(
     logits: Tensor, target: Tensor, *, delta: float | Tensor = 0.1, ignore_index: int = -100
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solved, kept, dense and lse, all zero in ignored rows.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Solved, kept, dense, lse and margin, all zero in ignored rows.
 
     >>> as_stats(torch.tensor([[9.0, 0.0]]), torch.tensor([0]))[:3]
     (tensor([True]), tensor([1]), tensor([False]))
     """
     counted = target != ignore_index
-    label, margin = target.where(counted, 0), _column(delta, logits)
-    kept = (~(_lead(logits, label) > margin)).sum(-1) * counted
-    dense = ~(logits.softmax(-1).gather(-1, label.unsqueeze(-1)) > margin).squeeze(-1) & counted
-    return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0)
+    label, asked = target.where(counted, 0), _column(delta, logits)
+    kept = (~(_lead(logits, label) > asked)).sum(-1) * counted
+    p = logits.detach().softmax(-1)
+    own = p.gather(-1, label.unsqueeze(-1))
+    dense = ~(own > asked).squeeze(-1) & counted
+    margin = own.squeeze(-1) - p.scatter(-1, label.unsqueeze(-1), 0).amax(-1)
+    return kept == 1, kept, dense, logits.logsumexp(-1).where(counted, 0), margin.where(counted, 0)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None) -> Tensor:
@@ -110,7 +113,7 @@ def linear_as_cross_entropy(
 def linear_as_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
     ignore_index: int = -100, softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`as_stats` of `linear_logits`, and whether no class has a larger logit than the label.
 
     >>> linear_as_stats(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))[-1]
@@ -122,7 +125,38 @@ def linear_as_stats(
     return *as_stats(logits, target, delta=delta, ignore_index=ignore_index), right
 
 
-def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, reduction: str = "mean") -> Tensor:
+def _kept_labels(o: Tensor, y: Tensor, delta: float, against: str) -> tuple[Tensor, Tensor]:
+    """Which classes of a row are kept, and by how much the least of them is right."""
+    o, positive, negative = o.detach(), y == 1, y == 0
+    lead = torch.full_like(o, -1)  # below every delta: kept
+    if against == "threshold":
+        for side, rivals in ((negative, o[negative]), (positive, -o[positive])):
+            q = torch.cat([o.new_zeros(1), rivals]).softmax(-1)
+            lead[side] = q[0] - q[1:]
+    elif positive.any() and negative.any():
+        p = o.softmax(-1)
+        lead = torch.where(positive, p - p[negative].max(), p[positive].min() - p)
+    return lead <= delta, lead.min()
+
+
+def as_multilabel_stats(
+    logits: Tensor, target: Tensor, *, delta: float = 0.1, against: str = "labels"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Solved, kept and margin: a row is solved when it keeps nothing and logits above 0 are its labels.
+
+    >>> as_multilabel_stats(torch.tensor([[3.0, -4.0]]), torch.tensor([[1, 0]]), against="threshold")
+    (tensor([True]), tensor([0]), tensor([0.9051]))
+    """
+    rows = logits.reshape(-1, logits.shape[-1]), target.reshape(-1, logits.shape[-1])
+    masks, margins = zip(*(_kept_labels(o, y, delta, against) for o, y in zip(*rows, strict=True)), strict=True)
+    kept = torch.stack(masks).sum(-1).reshape(logits.shape[:-1])
+    right = ((logits > 0) == (target == 1)).all(-1)
+    return (kept == 0) & right, kept, torch.stack(margins).reshape(logits.shape[:-1])
+
+
+def as_multilabel_loss(
+    logits: Tensor, target: Tensor, *, delta: float = 0.1, against: str = "labels", reduction: str = "mean"
+) -> Tensor:
     """``log(1 + sum kept negatives exp(o_j)) + log(1 + sum kept positives exp(-o_t))``, one row after the other.
 
     >>> as_multilabel_loss(torch.tensor([[1.2, 1.5, 1.0, -0.35]]), torch.tensor([[1, 1, 0, 0]]))
@@ -130,13 +164,9 @@ def as_multilabel_loss(logits: Tensor, target: Tensor, *, delta: float = 0.1, re
     """
     losses = []
     for o, y in zip(logits.reshape(-1, logits.shape[-1]), target.reshape(-1, logits.shape[-1]), strict=True):
-        p = o.detach().softmax(-1)
-        pos, neg = y == 1, y == 0
-        keep_neg, keep_pos = neg, pos
-        if pos.any() and neg.any():
-            keep_neg = neg & (p[pos].min() - p <= delta)
-            keep_pos = pos & (p - p[neg].max() <= delta)
-        losses.append(torch.log(1 + o[keep_neg].exp().sum()) + torch.log(1 + (-o[keep_pos]).exp().sum()))
+        keep, _ = _kept_labels(o, y, delta, against)
+        negative, positive = o[keep & (y == 0)], o[keep & (y == 1)]
+        losses.append(torch.log(1 + negative.exp().sum()) + torch.log(1 + (-positive).exp().sum()))
     loss = torch.stack(losses).reshape(logits.shape[:-1])
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 

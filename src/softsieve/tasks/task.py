@@ -233,8 +233,11 @@ class Task:
             encoder: Encoder = PretrainedEncoder.load(folder, per_word=kind == "tokens", **settings)
         else:
             encoder = encoder_type(**settings)
+        options = dict(content["objective"])
+        if kind == "multilabel" and options.get("name") == "as-softmax":
+            options.setdefault("against", "labels")  # the only rule of version 0.2, which did not say it
         try:
-            objective = make_objective(multilabel=kind == "multilabel", **content["objective"])
+            objective = make_objective(multilabel=kind == "multilabel", **options)
         except (TypeError, ValueError, ImportError) as error:
             raise InputError(f"{path}: objective: {first_line(error)}") from None
         return cls(kind, labels, encoder, filler=filler, objective=objective)

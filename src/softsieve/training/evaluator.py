@@ -44,13 +44,13 @@ class Evaluator:
 
         def forward(index: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
-                loss, _, margin, logits = replica.row_losses(rows.batch(index, cut=not replica.graphs))
-                return self.judge.decide(logits), loss.float(), margin
+                logits, row = replica.row_losses(rows.batch(index, cut=not replica.graphs))
+                return self.judge.decide(logits), row.loss.float(), row.margin
 
         return Graphed(forward) if replica.graphs else forward
 
     def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Answers of the rows ``index``, in their order, their losses, and whether each is solved."""
+        """Answers of the rows ``index``, in their order, their losses and margins."""
         replica, forward = self.replica, self._kept.get(id(rows)) or self._make_forward_pass(rows)
         size = self.batch_size * replica.ranks
         parts = []
@@ -61,9 +61,9 @@ class Evaluator:
                 if replica.ranks > 1 and outputs[0].ndim > 1:  # processes may have cut their part differently
                     outputs = replica.accelerator.pad_across_processes(outputs[0], dim=1), *outputs[1:]
                 parts.append([replica.gather(value, len(some)).clone() for value in outputs])
-        answers, loss, solved = zip(*parts, strict=True)
+        answers, loss, margin = zip(*parts, strict=True)
         width = max(part.shape[-1] for part in answers)
-        return torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(solved)
+        return torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(margin)
 
     def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, and the answers they are made from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,14 @@ from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
 from softsieve.tasks.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
+
+
+class RowPass(NamedTuple):
+    """What a pass showed of every row."""
+
+    loss: Tensor
+    solved: Tensor
+    margin: Tensor
 
 
 class Replica:
@@ -61,31 +69,20 @@ class Replica:
             else:
                 group["lr"] = rate
 
-    def row_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """TODO"""
+    def row_losses(self, batch: Batch) -> tuple[Tensor, RowPass]:
+        """The logits of a batch, and what they say of every row; a row of tokens is solved, and leads, as its worst."""
         logits, target = self.model(**batch.inputs).float(), batch.target
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
-        if tokens:  # flat: as many positions as classes are nothing to warn of
-            loss, solved = self.objective(logits.flatten(0, -2), target.flatten())[:2]
-        else:
-            loss, solved = self.objective(logits, target)[:2]
-        with torch.no_grad():
-            if target.dtype == torch.bool:
-                one = torch.zeros_like(logits[..., :1])
-                q = torch.cat([one, logits.masked_fill(target, -1e30)], -1).softmax(-1)
-                r = torch.cat([one, (-logits).masked_fill(~target, -1e30)], -1).softmax(-1)
-                margin = torch.minimum(q[:, 0] - q[:, 1:].amax(-1), r[:, 0] - r[:, 1:].amax(-1))
-            else:
-                p = logits.softmax(-1)
-                t = target.clamp_min(0).unsqueeze(-1)
-                margin = (p.gather(-1, t) - p.scatter(-1, t, -1.0).amax(-1, keepdim=True)).squeeze(-1)
-        if solved is None:
-            solved = torch.zeros_like(loss, dtype=torch.bool)
+        flat = (logits.flatten(0, -2), target.flatten()) if tokens else (logits, target)
+        loss, solved, margin = self.objective(*flat)  # flat: as many positions as classes are nothing to warn of
+        if solved is None or margin is None:
+            solved, margin = torch.zeros_like(loss, dtype=torch.bool), torch.zeros_like(loss.detach())
         if tokens:
-            solved = (solved.view(target.shape) | (target == IGNORED)).all(-1)
+            ignored = target == IGNORED
+            solved = (solved.view(target.shape) | ignored).all(-1)
+            margin = margin.view(target.shape).masked_fill(ignored, 1.0).amin(-1)
             loss = loss.view(target.shape).sum(-1)
-            margin = margin.masked_fill(target == IGNORED, 1.0).amin(-1)
-        return loss, solved, margin, logits
+        return logits, RowPass(loss, solved, margin.float())
 
     def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
         """This process's part of the rows ``index``, equally long on all; what fills it up to that has weight 0."""

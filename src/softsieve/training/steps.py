@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from softsieve._graphs import Graphed
 from softsieve.errors import DivergedError
 from softsieve.tasks.rows import Batch, Rows
-from softsieve.training.replica import Replica, count_labels
+from softsieve.training.replica import Replica, RowPass, count_labels
 from softsieve.training.settings import Settings
 
 
@@ -28,10 +28,10 @@ class RowResults:
         self.tally = torch.zeros(2, dtype=torch.float32, device=device)  # mean loss of every step, and rows solved
         self.steps = self.samples = 0  # that the tally is over
 
-    def note(self, index: Tensor, loss: Tensor, solved: Tensor, margin: Tensor, count: Tensor) -> None:
-        """Keep loss and solved of the rows ``index``, part of a step with ``count`` labels."""
-        self.solved[index], self.loss[index], self.margin[index] = solved, loss, margin
-        self.tally += torch.stack([loss.sum() / count, solved.sum()])
+    def note(self, index: Tensor, rows: RowPass, count: Tensor) -> None:
+        """Keep what a pass showed of the rows ``index``, part of a step with ``count`` labels."""
+        self.loss[index], self.solved[index], self.margin[index] = rows
+        self.tally += torch.stack([rows.loss.sum() / count, rows.solved.sum()])
 
     def figures(self, step: int) -> tuple[float, float]:
         """Mean loss and share of solved rows since the last call; a loss that is not finite is refused."""
@@ -70,11 +70,11 @@ class EagerSteps:
         """This process's part of the loss of the rows ``index``, over ``count``, times the processes (DDP averages)."""
         replica, results = self.replica, self.results
         mine, weight = replica.share(index)
-        loss, solved, margin, _ = replica.row_losses(self.rows.batch(mine))
-        noted = (replica.gather(value, len(index)) for value in (loss.detach().float(), solved, margin))
-        results.note(index.to(replica.device), *noted, count)
+        _, rows = replica.row_losses(self.rows.batch(mine))
+        gathered = (replica.gather(value.detach(), len(index)) for value in rows)
+        results.note(index.to(replica.device), RowPass(*gathered), count)
         weight = weight.to(replica.device) * results.weight[mine.to(replica.device)]
-        total: Tensor = (loss * weight).sum() * replica.ranks
+        total: Tensor = (rows.loss * weight).sum() * replica.ranks
         return total / count
 
 
@@ -94,13 +94,13 @@ class GraphSteps(EagerSteps):
         optimizer = self.replica.optimizer.optimizer
         optimizer.zero_grad()
         batch = Batch({k: v[index] for k, v in self.rows.inputs.items()}, self.rows.target[index])
-        loss, solved, margin, _ = self.replica.row_losses(batch)
+        _, rows = self.replica.row_losses(batch)
         weight = self.results.weight[index]
         count = count_labels(batch.target, weight)
-        mean = (loss * weight).sum() / count
+        mean = (rows.loss * weight).sum() / count
         mean.backward()  # type: ignore[no-untyped-call]
         if self.settings.max_grad_norm:
             nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.settings.max_grad_norm)
         optimizer.step()
-        self.results.note(index, loss.detach(), solved, margin, count)
-        return (solved,)
+        self.results.note(index, rows._replace(loss=rows.loss.detach()), count)
+        return (rows.solved,)
