@@ -106,6 +106,14 @@ def row_values(name: str, value: object, indices: Tensor) -> Tensor:
     return numbers.detach().cpu()
 
 
+def row_margins(values: Tensor) -> Tensor:
+    """Margins of rows, refused unless they are differences of probabilities; NaN counts as the least."""
+    known = values.nan_to_num(-1.0)
+    if bool((known.abs() > 1.001).any()):  # rounded
+        raise ValueError(f"margins: expected numbers in [-1, 1], found {float(known[known.abs().argmax()]):g}")
+    return known
+
+
 def generator(value: torch.Generator | None, device: torch.device | None = None) -> None:
     """Refuse what is no generator, or one of another device than that on which is drawn."""
     if value is None:

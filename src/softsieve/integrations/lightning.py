@@ -1,7 +1,8 @@
 """AS-Softmax in Lightning: callbacks for the margin's schedule, for AS-Speed and for skipping solved rows.
 
 The loss itself is a criterion like any other. Callbacks that go by solved rows read them from what ``training_step``
-returns: ``{"loss": loss, "solved": stats.solved, "index": index}``, one flag and one row index a row of the batch.
+returns: ``{"loss": loss, "solved": stats.solved, "index": index}``, one flag and one row index a row of the batch. With
+``"margin": stats.margin`` skipping also knows how safely rows lead.
 Learning rates that move every step stay in step with the epochs, however few optimizer steps are made.
 """
 
@@ -198,8 +199,8 @@ class SkipCallback(Callback):
             self._plan, self._over, self._batches = self.solved.next_epoch(), False, 0
 
     def _tell(self) -> None:
-        for index, solved in self._noted:
-            self.solved.update(index, solved)
+        for index, shown in self._noted:
+            self.solved.update(index, shown)
         self._noted = []
 
     def _share_out(self, trainer: Trainer) -> None:
@@ -245,7 +246,10 @@ class SkipCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._noted.append((_read_output(outputs, "index"), _read_output(outputs, "solved")))
+        index, shown = _read_output(outputs, "index"), _read_output(outputs, "solved")
+        if "margin" in outputs:
+            shown = outputs["margin"].masked_fill(~shown.bool(), -1.0)
+        self._noted.append((index, shown))
         self._epoch, self._batches, self._over = trainer.current_epoch, batch_idx + 1, trainer.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -153,9 +153,9 @@ class ASTrainerMixin(Trainer):
         multilabel = labels.shape == logits.shape
         objective = self._objective(multilabel=multilabel, training=model.training)
         if labels.shape == logits.shape[:-1]:  # flat: as many positions as classes are nothing to warn of
-            loss, solved, _ = objective(logits.flatten(0, -2), labels.flatten())
+            loss, solved, margin = objective(logits.flatten(0, -2), labels.flatten())
         else:
-            loss, solved, _ = objective(logits, labels)
+            loss, solved, margin = objective(logits, labels)
         counted = torch.ones_like(labels[..., 0], dtype=torch.bool) if multilabel else labels != -100
         if num_items_in_batch is None:
             loss = loss / counted.sum().clamp_min(1)
@@ -166,8 +166,8 @@ class ASTrainerMixin(Trainer):
                 loss = loss * (self.accelerator.num_processes // self.get_tp_size())
             else:  # items of one GPU, logits of all of them
                 loss = loss / max(1, self.args.n_gpu)
-        if model.training and solved is not None:
-            self._take_note(inputs, solved.view(counted.shape), counted)
+        if model.training and solved is not None and margin is not None:
+            self._take_note(inputs, solved.view(counted.shape), margin.view(counted.shape), counted)
         if return_outputs:
             return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
         return loss
@@ -182,10 +182,11 @@ class ASTrainerMixin(Trainer):
             return MultiLabelASSoftmax(delta=delta, against=self.as_options.against, reduction="sum")
         return ASSoftmax(delta=delta, reduction="sum")
 
-    def _take_note(self, inputs: dict[str, Any], solved: Tensor, counted: Tensor) -> None:
+    def _take_note(self, inputs: dict[str, Any], solved: Tensor, margin: Tensor, counted: Tensor) -> None:
         self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
-        if self._sampler is not None:  # a row of tokens is solved when all its counted labels are
-            self._sampler.update(inputs[INDEX], (solved | ~counted).reshape(len(solved), -1).all(1))
+        if self._sampler is not None:  # a row of tokens leads as its worst counted token does
+            worst = margin.masked_fill(~counted, 1.0).reshape(len(margin), -1).amin(1)
+            self._sampler.update(inputs[INDEX], worst, delta=self._delta)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of one optimizer step, of which the Trainer's loop sees the last ``num_batches``."""

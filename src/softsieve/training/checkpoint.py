@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from softsieve.training.loop import Trainer
 
 FORMAT = 1
-MAY_DIFFER = ("save_steps", "save_total_limit", "logging_steps")  # settings of a resumed run
+# Settings of a resumed run; the policy of skipping changes with versions.
+MAY_DIFFER = (
+    "save_steps", "save_total_limit", "logging_steps", "skip_margin", "tolerance", "recheck", "screen_above",
+)  # fmt: skip
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DIGEST = "digest"  # of the rest of a state
 
@@ -194,6 +197,7 @@ def save_run(trainer: Trainer) -> None:
             "unreported": pending,
             "solved": results.solved[rows],
             "loss": results.loss[rows],
+            "margin": results.margin[rows],
         },
     }
     if replica.is_main and trainer.output is not None:
@@ -221,6 +225,7 @@ def restore_run(trainer: Trainer, folder: Path) -> None:
         rows = run.pending_rows().to(replica.device)
         results.solved[rows] = files["queue"]["solved"].to(replica.device)
         results.loss[rows] = files["queue"]["loss"].to(replica.device)
+        results.margin[rows] = _pending_margins(files["queue"]).to(replica.device)
         replica.load_random_states(files["random"])
     except KeyError as error:
         raise InputError(f"{folder}: incomplete checkpoint: {error} is missing") from error
@@ -228,6 +233,11 @@ def restore_run(trainer: Trainer, folder: Path) -> None:
         raise
     except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{folder}: broken checkpoint: {first_line(error)}") from error
+
+
+def _pending_margins(queue: dict[str, Tensor]) -> Tensor:
+    """Margins of the rows that the sampler is not told of; earlier versions only wrote whether they are solved."""
+    return queue["margin"] if "margin" in queue else queue["solved"].float() * 2 - 1
 
 
 def _check_same_run(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
@@ -252,8 +262,9 @@ def _check_tensors(trainer: Trainer, folder: Path, state: dict[str, Any], files:
         _checks.number("delta", state["delta"], 0, 1)
     queue, count = files["queue"], len(files["queue"]["unreported"])
     _checks.saved("solved", queue["solved"], torch.empty(count, dtype=torch.bool), high=1)
-    if queue["loss"].shape != (count,) or not queue["loss"].is_floating_point():
-        raise ValueError(f"loss: expected one number a row of {count}, found shape {tuple(queue['loss'].shape)}")
+    for name, values in {"loss": queue["loss"], "margin": _pending_margins(queue)}.items():
+        if values.shape != (count,) or not values.is_floating_point():
+            raise ValueError(f"{name}: expected one number a row of {count}, found shape {tuple(values.shape)}")
     _checks.saved("cpu", files["random"]["cpu"], torch.get_rng_state().expand(replica.ranks, -1), high=255)
     if replica.sharded:
         return

@@ -90,12 +90,20 @@ class Trainer:
         """Tell the sampler what training showed."""
         if self.state.pending:
             index = self.state.pending_rows()
-            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "margin"))
-            self.sampler.update(index, values[index.to(self.replica.device)].cpu())
+            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "margin"))[
+                index.to(self.replica.device)
+            ]
+            self.sampler.update(index, values.cpu(), **self._delta)
             self.state.pending = []
 
+    @property
+    def _delta(self) -> dict[str, float]:
+        """What a sampler that goes by margins is told of the loss."""
+        known = self.settings.adaptive and isinstance(self.sampler, SolvedSampler)
+        return {"delta": self.replica.objective.delta} if known else {}  # type: ignore[attr-defined]
+
     def _screen(self, rows: Tensor) -> Tensor:
-        """The rows without those that a screening pass shows to be solved, or that the sampler does not choose."""
+        """The rows without those that lead in a screening pass, or that the sampler does not choose."""
         if isinstance(self.sampler, Chooser):
             self.state.screened += len(rows)
             return rows[self.sampler.choose(self.evaluator.answers(self.train, rows)[1].cpu())]
@@ -107,10 +115,9 @@ class Trainer:
             return rows
         screened = rows[worth]
         margins = self.evaluator.answers(self.train, screened)[-1].cpu()
-        solved = self.sampler.screened(screened, margins)
         self.state.screened += len(screened)
         keep = torch.ones(len(rows), dtype=torch.bool)
-        keep[worth] = ~solved
+        keep[worth] = ~self.sampler.screened(screened, margins, **self._delta)
         return rows[keep]
 
     def _fill_queue(self, size: int) -> None:
@@ -265,6 +272,8 @@ def _check(train: Rows, validation: Rows | None, judge: Judge, settings: Setting
 def _make_sampler(rows: int, settings: Settings) -> RowSampler:
     if settings.skip in RIVALS:
         return RIVALS[settings.skip](rows, settings)
-    tolerance, screen_above = (settings.tolerance, settings.screen_above) if settings.skip == "solved" else (0.0, 1.0)
-    seed, recheck = settings.seed, settings.recheck
-    return SolvedSampler(rows, margin=settings.skip_margin, delta=settings.delta, slips=settings.slips, tolerance=tolerance, recheck=recheck, screen_above=screen_above, seed=seed)
+    s, skips = settings, settings.skip == "solved"
+    return SolvedSampler(
+        rows, margin=s.skip_margin, delta=s.delta, tolerance=s.tolerance if skips else 0.0, recheck=s.recheck,
+        screen_above=s.screen_above, seed=s.seed,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from softsieve.training.settings import Settings
 class RowSampler(Protocol):
     """Who says which rows an epoch visits. May have ``weights`` of the rows in the loss, set by `next_epoch`.
 
-    What `update` is told of a row's training pass is ``wants``, a field of `RowResults`; ``"solved"`` without it.
+    What `update` is told of a row's training pass is ``wants``, a field of `RowResults`; margins without it.
     """
 
     plan: Tensor  # the rows of the epoch under way, in order

@@ -1,4 +1,4 @@
-"""Which rows an epoch visits: those not yet solved, and enough of the solved ones to notice when they relapse."""
+"""Which rows an epoch visits: those that do not lead safely, and enough of the others to notice when they relapse."""
 
 from __future__ import annotations
 
@@ -12,24 +12,81 @@ from torch.utils.data import Sampler
 
 from softsieve import _checks
 
-# Levels of rows by how far they led when last seen: below what is asked for, by steps, and above it, by shares of what is
-# missing to a lead of 1.
+# Rows are told apart by their margin when last seen, in bands: not seen yet, below the margin asked for by so much, and
+# above it by such shares of what is missing to 1.
 BELOW = (-0.3, -0.1)
 ABOVE = (0, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
-UNSEEN, LOWEST, FIRST = 0, 1, 2 + len(BELOW)  # the level of rows never seen, the lowest of others, the first that leads
-LEVELS = FIRST + len(ABOVE)
-NEVER = -2.0  # the lead of a row that was never seen
+LOWEST, LEADING = 1, 2 + len(BELOW)  # the first band of rows that were seen, and of those that led
+BANDS = LEADING + len(ABOVE)
+UNSEEN = -2.0  # the margin of a row that was never seen
+SLIPS = 0.1  # share of rows with a gradient in training that is few enough to leave out all rows of their band
 
 
 class SolvedSampler(Sampler[int]):
-    """TODO"""
+    """Visits every row that does not lead safely, and as many others as their relapses call for.
+
+    A row whose target leads by more than the delta of the loss has zero gradient, so leaving it out costs nothing as
+    long as it stays so. Two rates are measured, by the margin that rows had when last seen:
+
+    - Relapses: which share is below the margin when seen again. An epoch leaves out rows above it, those of the
+      smallest risk first, until the expected number of relapsed ones among them reaches ``tolerance * num_samples``. It
+      always visits ``recheck`` of each kind, those not seen for longest first.
+    - Slips, where a loop screens: dropout lowers margins, so that of the rows which a screening pass shows above delta
+      some have a gradient in training. Rows are left out from the smallest margin on at which a tenth or less has one.
+
+    A loop may screen rows before it trains: it asks `worth_screening` which rows more than ``screen_above`` of are
+    expected to be left out, runs those forward without dropout, and tells `screened`, which says which to leave out.
+
+    Every rank of several processes takes the same decisions: what each rank saw is reduced once an epoch, when
+    iteration starts. All ranks yield the same order, for loaders that shard it (Accelerate, Lightning); with
+    ``num_replicas`` and ``rank`` each yields its own equal share.
+
+    Args:
+        num_samples: rows of the data set.
+        margin: from which rows are left out, in (0, 1], whatever the delta of the loss. None: from where training has
+            no gradient, ``delta``, or as much above it as slips call for.
+        delta: that of the loss, in [0, 1].
+        tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A
+            target, not a bound: the rates are an epoch old, and simulations went up to half above it.
+        recheck: share of the rows left out that is always visited again, in (0, 1].
+        screen_above: chance of being left out above which a row is worth a forward pass of its own, in [0, 1]; 0: any.
+            A forward pass is about a third of a training pass.
+        seed: of the random order; the same on all ranks.
+        num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was found.
+
+    Example:
+        Batches must say which rows they hold; then training needs three lines more::
+
+            sampler = SolvedSampler(len(dataset))
+            for index, features, target in DataLoader(dataset, batch_size=32, sampler=sampler):
+                loss, stats = as_cross_entropy(model(features), target, return_stats=True)
+                sampler.update(index, stats.margin)
+
+        A loop that keeps ``sampler.state_dict()`` in its checkpoints resumes in the middle of an epoch: after
+        `load_state_dict` the first iteration yields the rows that `update` has not been told of, and no batch is to be
+        skipped by hand.
+
+        Of 1000 rows, 900 lead by 0.9 whenever they are seen. Nothing is known of how that lasts, then it is:
+
+        >>> sampler = SolvedSampler(1000, tolerance=0.01, recheck=0.1)
+        >>> for epoch in range(4):
+        ...     rows = torch.tensor(list(sampler))
+        ...     sampler.update(rows, torch.where(rows < 900, 0.9, 0.0))
+        ...     print(len(rows), end=" ")
+        1000 980 190 190
+    """
 
     def __init__(
-        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.05,
-        recheck: float = 0.05, screen_above: float = 1 / 2, slips: float = 0.06,
-        seed: int = 0, num_replicas: int = 1, rank: int = 0,
+        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.02,
+        recheck: float = 0.05, screen_above: float = 1 / 3, seed: int = 0, num_replicas: int = 1, rank: int = 0,
     ) -> None:  # fmt: skip
         _checks.whole_number("num_samples", num_samples, 1, 2**40)
+        if margin is not None and _checks.number("margin", margin, 0, 1) == 0:
+            raise ValueError("margin: expected a number in (0, 1], found 0")
+        _checks.number("delta", delta, 0, 1)
         _checks.number("tolerance", tolerance, 0, 1)
         _checks.number("recheck", recheck, 1e-6, 1)
         _checks.number("screen_above", screen_above, 0, 1)
@@ -37,89 +94,107 @@ class SolvedSampler(Sampler[int]):
         _checks.whole_number("num_replicas", num_replicas, 1, 2**31)
         _checks.whole_number("rank", rank, 0, num_replicas - 1)
         self.num_samples, self.seed, self.num_replicas, self.rank = num_samples, seed, num_replicas, rank
-        self.margin, self.delta, self.tolerance, self.recheck = margin, delta, tolerance, recheck
-        self.screen_above, self.slips = screen_above, slips
-        self._base = base = delta if margin is None else margin
-        edges = [base + step for step in BELOW] + [base + share * (1 - base) for share in ABOVE]
-        self._edges = torch.tensor(edges, dtype=torch.float32)
+        self.margin, self.delta = margin, delta
+        self.tolerance, self.recheck, self.screen_above = tolerance, recheck, screen_above
+        least = delta if margin is None else margin
+        edges = [*(least + step for step in BELOW), *(least + share * (1 - least) for share in ABOVE)]
+        self._edges = torch.tensor(edges, dtype=torch.float32)  # of the bands
         self.epoch = 0  # whose rows `plan` holds, in order
         self._started = False
         self._over = False  # whether iteration came to the end of the plan
         self._resume_at: int | None = None  # row of this rank's share at which iteration goes on with a loaded epoch
-        self.leads = torch.full((num_samples,), NEVER, dtype=torch.float32)  # when last seen
-        self.seen_at = torch.full((num_samples,), -1, dtype=torch.int32)  # in which epoch
-        self._looked = torch.zeros(num_samples, dtype=torch.bool)  # screened in this epoch and not trained since
-        # By level: passes over rows when last seen there, and those in which they were open. Old ones fade.
-        self._passes = torch.zeros(2, LEVELS, dtype=torch.float64)
-        # By level when just screened: training passes, and those in which the row had a gradient all the same.
-        self._slips = torch.zeros(2, LEVELS, dtype=torch.float64)
-        self._screens = False
+        self.margins = torch.full((num_samples,), UNSEEN, dtype=torch.float32)  # when last seen
+        self._seen_in = torch.full((num_samples,), -1, dtype=torch.int32)  # epoch
+        self._screens = False  # whether the loop does
+        self._waiting = torch.zeros(num_samples, dtype=torch.bool)  # rows screened in this epoch and not trained since
+        # By band, passes over rows and those in which a row was open, or had a gradient. Old ones fade.
+        self._passes = torch.zeros(2, BANDS, dtype=torch.float64)  # screening, or training where nobody screens
+        self._slips = torch.zeros(2, BANDS, dtype=torch.float64)  # training, by the margin in the screening before it
         self.plan = self._draw()
 
-    def _levels(self, leads: Tensor) -> Tensor:
-        level = LOWEST + torch.bucketize(leads, self._edges, right=True)
-        return torch.where(leads == NEVER, UNSEEN, level)
-
-    def _count(self, table: Tensor, level: Tensor, failed: Tensor) -> None:
-        table *= 0.5 ** (16 * len(level) / self.num_samples)
-        table[0].index_add_(0, level, torch.ones(len(level), dtype=torch.float64))
-        table[1].index_add_(0, level, failed.double())
-
-    @staticmethod
-    def _rates(table: Tensor) -> Tensor:
-        rates = torch.empty(LEVELS, dtype=torch.float64)
-        for level, (passes, failed) in enumerate(table.T.tolist()):
-            expected = 1.0 if level <= LOWEST else float(rates[level - 1])
-            if level == FIRST:
-                expected = min(expected, 0.5)
-            rates[level] = (failed + 2 * expected) / (passes + 2)
-        return rates
+    @property
+    def skip_margin(self) -> float:
+        """From which margin rows are left out now."""
+        first = len(BELOW)
+        if self.margin is None and self._screens:
+            safe = (_rates(self._slips)[LEADING:] <= SLIPS).nonzero().flatten()
+            first += int(safe[0]) if len(safe) else len(ABOVE) - 1
+        return float(self._edges[first])
 
     @property
     def risk(self) -> Tensor:
-        return self._rates(self._passes)
-
-    @property
-    def bar(self) -> float:
-        """The lead at which rows are left out"""
-        if self.margin is not None or not self._screens:
-            return self._base
-        few = (self._rates(self._slips) <= self.slips)[FIRST:].nonzero().flatten()
-        return float(self._edges[len(BELOW) + (int(few[0]) if len(few) else len(ABOVE) - 1)])
+        """By band, the share of rows that were open when seen again; of bands not seen again, as of the band below."""
+        return _rates(self._passes)
 
     @property
     def solved(self) -> Tensor:
-        return self.leads >= self._base
+        """Which rows led when last seen, as far as this rank knows: bool, (num_samples,)."""
+        return self.margins >= self._edges[len(BELOW)]
+
+    def bands(self, margins: Tensor) -> Tensor:
+        """The band of each margin, from 0 (not seen) to ``BANDS - 1``."""
+        return torch.where(margins == UNSEEN, 0, LOWEST + torch.bucketize(margins, self._edges, right=True))
 
     def worth_screening(self, indices: Tensor) -> Tensor:
-        """Of which rows screening is expected to save the training pass; bool, shape of ``indices``."""
+        """Of which rows screening is expected to save the training pass; bool, shape of ``indices``.
+
+        A share ``recheck`` of all rows is screened anyway, or nothing would be known of them.
+        """
         index = _checks.row_numbers("indices", indices, self.num_samples)
-        return (1 - self.risk >= self.screen_above)[self._levels(self.leads[index])] | self._drawn[index]
+        return (1 - self.risk >= self.screen_above)[self.bands(self.margins[index])] | self._picked[index]
 
-    def screened(self, indices: Tensor, margins: Tensor) -> Tensor:
-        """Note margins of a screening pass; says which rows may be left out now."""
-        index, values = indices.flatten(), margins.flatten().float()
+    def screened(self, indices: Tensor, margins: Tensor, *, delta: float | None = None) -> Tensor:
+        """Note the ``margins`` of a screening pass, and say which of the rows ``indices`` to leave out; bool.
+
+        Args:
+            indices, margins: row numbers, and the margin of each or whether it is solved.
+            delta: of the loss by now, where a schedule moves it.
+        """
+        index, values = self._check(indices, margins, delta)
         self._screens = True
-        leads = values >= self.bar
-        self._count(self._passes, self._levels(self.leads[index]), ~leads)
-        self.leads[index] = values
-        self.seen_at[index] = self.epoch
-        self._looked[index] = True
-        return leads & ~self._drawn[index]
+        leads = values >= self.skip_margin
+        self._passes = self._counted(self._passes, self.bands(self.margins[index]), ~leads)
+        self.margins[index], self._seen_in[index], self._waiting[index] = values, self.epoch, True
+        return (leads & ~self._picked[index]).view(indices.shape)  # those picked show whether they slip
 
-    def update(self, indices: Tensor, margins: Tensor) -> None:
+    def update(self, indices: Tensor, margins: Tensor, *, delta: float | None = None) -> None:
+        """Note the ``margins`` of the rows ``indices`` in training, on each rank of the rows it saw.
+
+        Args:
+            indices, margins: row numbers, and the margin of each or whether it is solved. A row that is only known as
+                solved is taken to lead by more each time.
+            delta: of the loss by now, where a schedule moves it.
+        """
+        index, values = self._check(indices, margins, delta)
+        before, least = self.margins[index], self._edges[len(BELOW)]
+        bands, waited = self.bands(before), self._waiting[index]
+        self._slips = self._counted(self._slips, bands[waited], values[waited] < least)
+        if self._screens:  # dropout lowers what training shows
+            values = torch.where(waited, before, torch.maximum(values, before))
+        else:
+            first = self._seen_in[index] < self.epoch  # a second pass in one epoch says nothing about relapse
+            self._passes = self._counted(self._passes, bands[first], values[first] < least)
+        self.margins[index], self._seen_in[index], self._waiting[index] = values, self.epoch, False
+
+    def _check(self, indices: Tensor, margins: Tensor, delta: float | None) -> tuple[Tensor, Tensor]:
+        """Row numbers and margins, flat and on the CPU; flags as the margins they stand for.
+
+        Of a loss with another ``delta``, margins as they would be with the sampler's: above it when solved.
+        """
         index = _checks.row_numbers("indices", indices, self.num_samples).flatten()
         values = _checks.row_values("margins", margins, indices).flatten()
-        values = values.float() * 2 - 1 if values.dtype == torch.bool else values.float()
-        before = self.leads[index]
-        level, looked = self._levels(before), self._looked[index]
-        self._count(self._slips, level[looked], values[looked] <= self._base)
-        if not self._screens:
-            first = self.seen_at[index] < self.epoch  # a second pass in one epoch says nothing about relapse
-            self._count(self._passes, level[first], values[first] < self._base)
-        self.leads[index] = torch.where(looked, before, torch.maximum(values, before) if self._screens else values)
-        self.seen_at[index] = self.epoch
-        self._looked[index] = False
+        if values.is_floating_point():
+            above = (
+                0.0 if delta is None or self.margin is not None else _checks.number("delta", delta, 0, 1) - self.delta
+            )
+            return index, (_checks.row_margins(values.float()) - above).clamp(-1, 1)
+        up = (self.bands(self.margins[index]) + 1).clamp(LEADING, BANDS - 1)
+        return index, torch.where(values.bool(), self._edges[up - LOWEST - 1], -1.0)
+
+    def _counted(self, passes: Tensor, bands: Tensor, failed: Tensor) -> Tensor:
+        """With so many more; old ones fade by half over a sixteenth of the data, for the model moves on."""
+        passes = passes * 0.5 ** (16 * len(bands) / self.num_samples)
+        return passes.index_add(1, bands, torch.stack([torch.ones(len(bands)), failed]).double())
 
     def __iter__(self) -> Iterator[int]:
         start = self._resume_at
@@ -147,23 +222,39 @@ class SolvedSampler(Sampler[int]):
         return self.plan
 
     def _take_in(self) -> None:
-        self._looked.zero_()
+        """Reduce what the ranks saw in this epoch."""
+        self._waiting = torch.zeros_like(self._waiting)
+        if not dist.is_available() or not dist.is_initialized() or (ranks := dist.get_world_size()) == 1:
+            return
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        latest = torch.where(self._seen_in == self.epoch, self.margins, UNSEEN).to(device)
+        passes = torch.stack([self._passes, self._slips]).to(device)
+        screens = torch.tensor(self._screens, dtype=torch.uint8, device=device)
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        dist.all_reduce(passes)
+        dist.all_reduce(screens, dist.ReduceOp.MAX)
+        latest, self._screens = latest.cpu(), bool(screens)
+        self._passes, self._slips = (passes.cpu() / ranks).unbind()
+        self.margins = torch.where(latest == UNSEEN, self.margins, latest)
+        self._seen_in = torch.where(latest == UNSEEN, self._seen_in, self.epoch)
+
+    def _generator(self) -> torch.Generator:
+        """Of this epoch's decisions. The first thing that is drawn from it are the rows picked to be seen anyway."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        self._picked = torch.rand(self.num_samples, generator=generator, dtype=torch.float32) < self.recheck
+        return generator
 
     def _draw(self) -> Tensor:
         """The rows of this epoch in random order, a multiple of ``num_replicas`` of them."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        self._drawn = torch.rand(self.num_samples, generator=generator) < self.recheck
-        level, risks = self._levels(self.leads), self.risk
-        counts = torch.bincount(level, minlength=LEVELS)
-        visit = self.leads < self.bar
-        allowance = self.tolerance * float((counts * risks).sum())  # open rows that may go unnoticed
-        for risk, number in sorted((risk, level) for level, risk in enumerate(risks.tolist()) if level >= FIRST):
-            rows = ((level == number) & ~visit).nonzero().flatten()
+        generator = self._generator()
+        bands, visit = self.bands(self.margins), self.margins < self.skip_margin
+        allowance = self.tolerance * self.num_samples  # relapsed rows that may go unnoticed
+        for risk, band in sorted((risk, band) for band, risk in enumerate(self.risk.tolist()) if band >= LEADING):
+            rows = ((bands == band) & ~visit).nonzero().flatten()
             leave = min(int(len(rows) * (1 - self.recheck)), int(allowance / risk))
             allowance -= leave * risk
             rows = rows[torch.randperm(len(rows), generator=generator)]
-            rows = rows[self.seen_at[rows].argsort(stable=True)]
-            visit[rows[: len(rows) - leave]] = True
+            visit[rows[self._seen_in[rows].argsort(stable=True)][: len(rows) - leave]] = True
         order = visit.nonzero().flatten()
         order = order[torch.randperm(len(order), generator=generator)]
         short = -len(order) % self.num_replicas
@@ -176,30 +267,65 @@ class SolvedSampler(Sampler[int]):
         is how many rows of this rank's share are behind: up to the last that `update` was told of, whatever a loader
         has fetched since, and all of them when iteration came to the end.
         """
-        told = self._seen[self._share()].nonzero()
+        told = ((self._seen_in == self.epoch) & ~self._waiting)[self._share()].nonzero()
         position = len(self) if self._over else int(told.max()) + 1 if len(told) else 0
-        tensors = {"streak": self.streak, "seen": self._seen, "looks": self._passes, "plan": self.plan}
-        numbers = {"epoch": self.epoch, "started": self._started, "position": position}
-        return {**numbers, **{name: value.clone() for name, value in tensors.items()}}
+        numbers = {"epoch": self.epoch, "started": self._started, "position": position, "screens": self._screens}
+        return {**numbers, **{name: value.clone() for name, value in self._tensors().items()}}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "margins": self.margins, "seen_in": self._seen_in, "waiting": self._waiting, "passes": self._passes,
+            "slips": self._slips, "plan": self.plan,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the `state_dict` was taken.
 
         Iteration goes on with the epoch that was under way, from ``position`` on, so a loop must not skip batches
         itself. With that epoch at its end, or without a position, it begins the next one; so does `next_epoch` at once.
+        States of version 0.2, which knew whether rows are solved and not by how much, are taken, too.
         """
-        _checks.state(state, ("epoch", "started", "streak", "seen", "looks", "plan"))
-        if len(state["streak"]) != self.num_samples:
-            raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['streak'])}")
+        if "streak" in state:
+            state = self._from_streaks(state)
+        _checks.state(state, ("epoch", "started", "screens", *self._tensors()))
+        if len(state["margins"]) != self.num_samples:
+            raise ValueError(f"state: expected {self.num_samples} samples, found {len(state['margins'])}")
         _checks.whole_number("epoch", state["epoch"], 0, 2**31)
         position = state.get("position", 2**62)  # earlier versions wrote none
         _checks.whole_number("position", position, 0, 2**62)
-        pass
-        _checks.saved("seen", state["seen"], self._seen, high=2)
-        _checks.saved("looks", state["looks"], self._passes, high=1e300)
-        _checks.saved("plan", state["plan"], self.plan, high=self.num_samples - 1, sized=False)
-        self.epoch, self._started = state["epoch"], bool(state["started"])
-        self.streak, self._seen = state["streak"].clone(), state["seen"].clone()
-        self._passes, self.plan = state["looks"].clone(), state["plan"].clone()
+        highest = {"seen_in": 2**31 - 1, "passes": 1e300, "slips": 1e300, "plan": self.num_samples - 1}
+        for name, tensor in self._tensors().items():
+            low = {"margins": UNSEEN, "seen_in": -1}.get(name, 0)
+            _checks.saved(name, state[name] - low, tensor, high=highest.get(name, 1) - low, sized=name != "plan")
+        self.epoch, self._started, self._screens = state["epoch"], bool(state["started"]), bool(state["screens"])
+        self.margins, self._seen_in, self._waiting = (state[n].clone() for n in ("margins", "seen_in", "waiting"))
+        self._passes, self._slips, self.plan = (state[n].clone() for n in ("passes", "slips", "plan"))
+        self._generator()
         self._over = position >= len(self)
         self._resume_at = position if self._started and not self._over else None
+
+    def _from_streaks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of version 0.2: how often in a row each was solved, and what this epoch showed: 1 solved, 2 not."""
+        _checks.state(state, ("epoch", "started", "streak", "seen", "plan"))
+        _checks.saved("streak", state["streak"], torch.empty(len(state["streak"]), dtype=torch.uint8), high=4)
+        _checks.saved("seen", state["seen"], state["streak"], high=2)
+        streak, seen = state["streak"].long() + (state["seen"] == 1), state["seen"] > 0
+        solved = (streak > 0) & (state["seen"] != 2)
+        numbers = {name: state[name] for name in ("epoch", "started", "position") if name in state}
+        earlier = min(int(state["epoch"]), 1) - 1  # no row is known before the first epoch
+        return {
+            **numbers, "screens": False, "plan": state["plan"],
+            "margins": torch.where(solved, self._edges[len(BELOW) - 1 + streak], torch.where(seen, -1.0, UNSEEN)),
+            "seen_in": torch.where(seen, int(state["epoch"]), earlier).int(), "waiting": torch.zeros_like(seen),
+            "passes": torch.zeros_like(self._passes), "slips": torch.zeros_like(self._slips),
+        }  # fmt: skip
+
+
+def _rates(passes: Tensor) -> Tensor:
+    """By band, the share of passes that failed. Before any: as in the band below; of the first that lead, half."""
+    rates = torch.empty(BANDS, dtype=torch.float64)
+    for band, (count, failed) in enumerate(passes.T.tolist()):
+        expected = 1.0 if band <= LOWEST else float(rates[band - 1])  # what was never seen, or far off, is open
+        expected = min(expected, 0.5) if band == LEADING else expected
+        rates[band] = (failed + 2 * expected) / (count + 2)  # Laplace's rule: two passes' worth of expectation
+    return rates

@@ -14,6 +14,7 @@ from softsieve.training.speed import ASSpeed
 
 SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
+NEWER = ("loss_options", "skip_margin")  # than the first version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Settings:
             of all of them.
         skip: ``"solved"`` leaves out what AS-Softmax has solved (`SolvedSampler`); ``"infobatch"``,
             ``"selective-backprop"`` and ``"seta"`` follow its rivals.
-        tolerance, recheck, screen_above: policy of `SolvedSampler`.
+        skip_margin, tolerance, recheck, screen_above: policy of `SolvedSampler`, whose ``margin`` is the first.
         eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
             evaluation means once an epoch, for checkpoints never.
         metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``, and whether more
@@ -61,9 +62,8 @@ class Settings:
     merge: bool = True
     skip: str = "no"
     skip_margin: float | None = None
-    slips: float = 0.06
     tolerance: float = 0.02
-    recheck: float = 0.1
+    recheck: float = 0.05
     screen_above: float = 1 / 3
     eval_steps: int = 0
     save_steps: int = 0
@@ -86,6 +86,8 @@ class Settings:
         for name in ("weight_decay", "max_grad_norm"):
             _checks.number(name, getattr(self, name), 0)
         _checks.number("warmup_ratio", self.warmup_ratio, 0, 1)
+        if self.skip_margin is not None and _checks.number("skip_margin", self.skip_margin, 0, 1) == 0:
+            raise ValueError("skip_margin: expected a number in (0, 1], found 0")
         for name, low in {"tolerance": 0, "recheck": 1e-6, "screen_above": 0}.items():
             _checks.number(name, getattr(self, name), low, 1)
         self._check_loss_options()
@@ -141,7 +143,8 @@ class Settings:
         return self.learning_rate * (1 - progress) / (1 - self.warmup_ratio) if self.warmup_ratio < 1 else 0.0
 
     def asdict(self) -> dict[str, Any]:
-        """As plain values, for JSON; ``loss_options`` where there are any, as earlier versions had none."""
+        """As plain values, for JSON; of those that earlier versions did not have, the ones that are given."""
         values = dataclasses.asdict(self)
-        options = values.pop("loss_options")
-        return values if options is None else {**values, "loss_options": dict(options)}
+        if self.loss_options is not None:
+            values["loss_options"] = dict(self.loss_options)
+        return {name: value for name, value in values.items() if name not in NEWER or value is not None}
