@@ -36,6 +36,7 @@ def compare(
     batch_size: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
     delta: Annotated[float | None, typer.Option(min=0, max=1, help="instead of the recipe's")] = None,
+    skip_margin: Annotated[float | None, typer.Option(help="of rows that skip, instead of a measured one")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
     search: Annotated[
         int | None, typer.Option(min=1, help="trials of each row, on validation rows, to choose its settings by")
@@ -50,7 +51,13 @@ def compare(
     around the recipe's, judged on validation rows alone.
     """
     console = Console()
-    asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "delta": delta}
+    asked = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "delta": delta,
+        "skip_margin": skip_margin,
+    }
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
         from softsieve.comparisons import losses as suite  # needs the extra train

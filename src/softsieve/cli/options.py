@@ -94,7 +94,7 @@ class Options:
     seed: int = _training("of weights, order and dropout; 42", 42)
 
     min_as_delta: float | None = _margin(
-        "the margin: a row is solved when its label beats every other class by it; 0.1",
+        "the margin: a row is solved when its label beats every other class by it; 0.1, multi-label 0.5",
         names=("--min-as-delta", "--delta"),
     )
     as_warm_up: bool = _margin("bring the margin down to its value from --initial-as-delta", False)
@@ -103,8 +103,9 @@ class Options:
     as_speed_up: bool = _margin("AS-Speed: larger steps the more rows are solved", False)
     accu_steps: int = _margin("batches in a step of --as-speed-up at most; 2", 2)
     accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
-    skip_solved: bool = _margin("leave solved rows out of training and screen them again later", False)
-    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.005")
+    skip_solved: bool = _margin("leave out rows that lead safely and screen them again later", False)
+    skip_margin: float | None = _margin("lead from which --skip-solved leaves rows out; measured while training")
+    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.01")
 
     evaluation_strategy: str | None = _when(
         "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
@@ -247,8 +248,9 @@ def make_settings(
         )
     if options.fp16 and options.bf16:
         raise InputError("precision: expected fp16 or bf16, found both")
-    if options.tolerance is not None and not options.skip_solved:
-        raise InputError("tolerance: expected only with --skip_solved")
+    for name in ("skip_margin", "tolerance"):
+        if getattr(options, name) is not None and not options.skip_solved:
+            raise InputError(f"{name}: expected only with --skip_solved")
     epochs = float(either(options.num_train_epochs, "epochs"))
     if not epochs.is_integer():
         raise InputError(f"num_train_epochs: expected a whole number, found {epochs:g}")
@@ -273,6 +275,7 @@ def make_settings(
         speed_steps=options.accu_steps if options.as_speed_up else 1,
         speed_lambda=options.accu_lambda,
         skip="solved" if options.skip_solved else "no",
+        skip_margin=options.skip_margin,
         tolerance=Settings.tolerance if options.tolerance is None else options.tolerance,
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),

@@ -19,7 +19,7 @@ ABOVE = (0, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 
 LOWEST, LEADING = 1, 2 + len(BELOW)  # the first band of rows that were seen, and of those that led
 BANDS = LEADING + len(ABOVE)
 UNSEEN = -2.0  # the margin of a row that was never seen
-SLIPS = 0.1  # share of rows with a gradient in training that is few enough to leave out all rows of their band
+SLIPS = 0.08  # share of rows with a gradient in training that is few enough to leave out all rows of their band
 
 
 class SolvedSampler(Sampler[int]):
@@ -32,10 +32,10 @@ class SolvedSampler(Sampler[int]):
       smallest risk first, until the expected number of relapsed ones among them reaches ``tolerance * num_samples``. It
       always visits ``recheck`` of each kind, those not seen for longest first.
     - Slips, where a loop screens: dropout lowers margins, so that of the rows which a screening pass shows above delta
-      some have a gradient in training. Rows are left out from the smallest margin on at which a tenth or less has one.
+      some have a gradient in training. Rows are left out from the smallest margin on at which 8 % or less have one.
 
-    A loop may screen rows before it trains: it asks `worth_screening` which rows more than ``screen_above`` of are
-    expected to be left out, runs those forward without dropout, and tells `screened`, which says which to leave out.
+    A loop may screen rows before it trains: it asks `worth_screening` which rows are likely to be left out, runs those
+    forward without dropout, and tells `screened` their margins, which says which of them to leave out.
 
     Every rank of several processes takes the same decisions: what each rank saw is reduced once an epoch, when
     iteration starts. All ranks yield the same order, for loaders that shard it (Accelerate, Lightning); with
@@ -80,7 +80,7 @@ class SolvedSampler(Sampler[int]):
     """
 
     def __init__(
-        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.02,
+        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.01,
         recheck: float = 0.05, screen_above: float = 1 / 3, seed: int = 0, num_replicas: int = 1, rank: int = 0,
     ) -> None:  # fmt: skip
         _checks.whole_number("num_samples", num_samples, 1, 2**40)

@@ -62,7 +62,7 @@ class Settings:
     merge: bool = True
     skip: str = "no"
     skip_margin: float | None = None
-    tolerance: float = 0.02
+    tolerance: float = 0.01
     recheck: float = 0.05
     screen_above: float = 1 / 3
     eval_steps: int = 0
