@@ -78,11 +78,12 @@ class Parameter(NamedTuple):
 RATES = 3.0  # the learning rate: from a third of the recipe's to three times it, uniformly on a logarithmic scale
 EPOCHS = (0.5, 1.0, 1.5)  # the epochs: one of these times the recipe's
 PARAMETERS = {  # loss -> its own parameter; others have none
-    "as-softmax": Parameter("delta", 0.03, 0.6),
+    "as-softmax": Parameter("delta", 0.03, 0.9),
     "am-softmax": Parameter("margin", 0.05, 0.5),
     "label-smoothing": Parameter("smoothing", 0.02, 0.3),
     "t-softmax": Parameter("temperature", 0.5, 4.0),
     "sparse-softmax": Parameter("k", 2, 50),
+    "entmax-1.5": Parameter("alpha", 1.1, 2),
 }
 # Steps of a sequence that fills the cube evenly, however long it is (R3: powers of the root of x**4 = x + 1).
 _STEPS = tuple(1.22074408460575947536**-power for power in (1, 2, 3))

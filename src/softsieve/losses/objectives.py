@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -153,8 +155,13 @@ class _FromEntmax(Rival):
         import entmax
 
         unknown = ~logits.detach().amax(-1).isfinite()  # it would search an order of these in vain
-        rows: Tensor = getattr(entmax, self.function)(logits.masked_fill(unknown[:, None], 0), target)
+        rows: Tensor = self.loss_of(entmax)(logits.masked_fill(unknown[:, None], 0), target)
         return rows.masked_fill(unknown, float("nan"))
+
+    def loss_of(self, entmax: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of rows that the package has."""
+        loss: Callable[[Tensor, Tensor], Tensor] = getattr(entmax, self.function)
+        return loss
 
 
 class Sparsemax(_FromEntmax):
@@ -163,10 +170,18 @@ class Sparsemax(_FromEntmax):
     function = "sparsemax_loss"
 
 
+@dataclass(kw_only=True)
 class Entmax15(_FromEntmax):
-    """1.5-entmax loss (arXiv 1905.05702)."""
+    """Entmax loss (arXiv 1905.05702): between softmax, ``alpha`` 1, and sparsemax, 2; exactly 1.5 is the fastest."""
 
+    alpha: float = 1.5
     function = "entmax15_loss"
+    limits = (("alpha", 1.01, 2),)
+
+    def loss_of(self, entmax: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        if self.alpha == 1.5:
+            return super().loss_of(entmax)
+        return partial(entmax.entmax_bisect_loss, alpha=self.alpha)
 
 
 class CosineHead(nn.Module):

@@ -311,7 +311,8 @@ class SolvedSampler(Sampler[int]):
         _checks.saved("seen", state["seen"], state["streak"], high=2)
         streak, seen = state["streak"].long() + (state["seen"] == 1), state["seen"] > 0
         solved = (streak > 0) & (state["seen"] != 2)
-        numbers = {name: state[name] for name in ("epoch", "started", "position") if name in state}
+        names = ("epoch", "started", "position")
+        numbers: dict[str, Any] = {name: state[name] for name in names if name in state}
         earlier = min(int(state["epoch"]), 1) - 1  # no row is known before the first epoch
         return {
             **numbers, "screens": False, "plan": state["plan"],
