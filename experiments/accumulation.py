@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Line = dict[str, Any]
-LAMBDAS, STEPS = (0.5, 1.0), (2, 4)
 PARTS = 20  # of training, that curves are the means of
 
 
-def plan_runs(
-    asked: Asked, lambdas: Sequence[float] = LAMBDAS, steps: Sequence[int] = STEPS, every: int = 10
-) -> list[Job]:
+def plan_runs(asked: Asked, lambdas: Sequence[float], steps: Sequence[int], every: int) -> list[Job]:
     """AS-Softmax without AS-Speed, and with every lambda and number of batches; a log line ``every`` so many steps."""
 
     def changes(job: Job) -> list[dict[str, Any]]:
@@ -123,7 +120,7 @@ def draw(lines: Sequence[Line], ways: Sequence[Line]) -> Figure:
         row[0].set(xlabel="% of training", ylabel="batches in an optimizer step", title=task)
         row[1].set(xlabel="% of training", ylabel="solved rows %", title=task)
         row[2].set(xlabel="seconds of training, median", ylabel=f"test {percent(own[0]['metric'])}", title=task)
-        row[2].set_xlim(left=0)
+        row[2].set_xlim(0, 1.1 * max(line["training_seconds"] for line in own))
         row[0].legend(fontsize="small")
     say_seeds(figure, lines)
     return figure

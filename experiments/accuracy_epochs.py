@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Line = dict[str, Any]
 
 
-def plan_runs(asked: Asked, lengths: Sequence[int] = ()) -> list[Job]:
+def plan_runs(asked: Asked, lengths: Sequence[int]) -> list[Job]:
     """Both losses with every seed, for the recipe's epochs and for all ``lengths`` of training."""
     return plan(asked, LOSSES, lambda job: [{}, *({"epochs": length} for length in lengths)])
 

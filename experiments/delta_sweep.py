@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Line = dict[str, Any]
-DELTAS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 PLAIN = 1.0  # the delta that is plain softmax
 
 
-def plan_runs(asked: Asked, deltas: Sequence[float] = DELTAS) -> list[Job]:
+def plan_runs(asked: Asked, deltas: Sequence[float]) -> list[Job]:
     """AS-Softmax with every delta and seed."""
     return plan(asked, ["as-softmax"], lambda job: [{"delta": float(delta)} for delta in sorted(deltas)])
 

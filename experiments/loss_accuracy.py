@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
 
 Point = dict[str, Any]
 Array = NDArray[np.float64]
-RATES, DELTAS = (1 / 3, 1.0, 3.0), (0.05, 0.1, 0.3)
 WITHIN, EVERY, LAST = "within runs", "all epochs", "last epochs"  # the mean over runs, all together, one of each run
 RESAMPLES = 1000  # of the runs, for intervals
-MARKERS = "osD^v<>Pph*"
+MARKERS = "osD^v*"
 
 
-def plan_runs(asked: Asked, rates: Sequence[float] = RATES, deltas: Sequence[float] = DELTAS) -> list[Job]:
+def plan_runs(asked: Asked, rates: Sequence[float], deltas: Sequence[float]) -> list[Job]:
     """Both losses with every seed and multiple of the recipe's learning rate, AS-Softmax also with every delta."""
 
     def changes(job: Job) -> list[dict[str, Any]]:
@@ -151,9 +151,9 @@ def draw(found: Sequence[Point], lines: Sequence[dict[str, Any]]) -> Figure:
             own = [point for point in found if (point["task"], point["loss"]) == (task, loss)]
             said = [line for line in lines if (line["task"], line["loss"], line["over"]) == (task, loss, EVERY)]
             if own:  # not all of its runs failed
-                dots = _draw_points(panel, own)
+                dots = _draw_points(panel, own, {line["delta"]: _short(line) for line in said})
                 row[0].set_ylabel(f"validation {percent(own[0]['metric'])}")
-            panel.set_title(f"{task}, {loss}\n{'; '.join(map(_short, said))}", fontsize="small")
+                panel.set_title(f"{task}, {loss}, {_short(said[-1])}")
         figure.colorbar(dots, ax=list(row), label="epoch", ticks=MaxNLocator(integer=True))
     figure.suptitle(
         "a point for every epoch, a line for every run; Pearson / Spearman correlations over all points",
@@ -162,23 +162,22 @@ def draw(found: Sequence[Point], lines: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_points(panel: Any, own: Sequence[Point]) -> Any:
-    deltas = sorted({point["delta"] for point in own} - {None}) or [None]
-    for delta, marker in zip(deltas, MARKERS, strict=False):
-        some = [point for point in own if point["delta"] == delta]
+def _draw_points(panel: Any, own: Sequence[Point], words: Mapping[Any, str]) -> Any:
+    by_delta = grouped(own, lambda point: point["delta"])
+    for (delta, some), marker in zip(sorted(by_delta.items()), cycle(MARKERS), strict=False):
         x, y = [point["validation_loss"] for point in some], [100 * point["validation"] for point in some]
         colours = {"c": [point["epoch"] for point in some], "vmin": 1, "vmax": max(p["epoch"] for p in own)}
-        dots = panel.scatter(x, y, 14, **colours, marker=marker, alpha=0.7, lw=0, label=f"delta {delta}")
-    for run in grouped(own, lambda point: point["run"]).values():
-        way = [(point["validation_loss"], 100 * point["validation"]) for point in run]
-        panel.plot(*zip(*way, strict=True), color="grey", alpha=0.4, lw=0.5, zorder=0)
-    if len(deltas) > 1:
+        dots = panel.scatter(x, y, 14, **colours, marker=marker, alpha=0.7, lw=0, label=words[delta])
+        for run in grouped(some, lambda point: point["run"]).values():
+            way = [(point["validation_loss"], 100 * point["validation"]) for point in run]
+            panel.plot(*zip(*way, strict=True), color="grey", alpha=0.4, lw=0.5, zorder=0)
+    if len(by_delta) > 1:
         panel.legend(fontsize="small")
     panel.set_xlabel(f"validation loss of {own[0]['loss']}, nats")
     return dots
 
 
 def _short(line: dict[str, Any]) -> str:
-    which = "" if line["delta"] is None else "all deltas " if line["delta"] == "all" else f"delta {line['delta']:g} "
+    which = "" if line["delta"] is None else "all deltas: " if line["delta"] == "all" else f"delta {line['delta']:g}: "
     both = ["none" if line[name] is None else f"{line[name]:.3f}" for name in ("pearson", "spearman")]
     return which + " / ".join(both)

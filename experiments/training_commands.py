@@ -63,10 +63,12 @@ def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a terminal: metrics in percent, with their deviation in one column."""
-    columns = {name: value for name, value in row.items() if name != "metric" and not name.endswith("_deviation")}
-    for part in columns.keys() & {"validation", "test"}:
-        columns[part] = f"{100 * row[part]:.2f} ± {100 * row[f'{part}_deviation']:.2f}"
+    """A row for a terminal: metrics in percent, each in a column with its deviation, or a gain with its error."""
+    columns = {name: value for name, value in row.items() if name != "metric"}
+    for part, error in (("validation", "validation_deviation"), ("test", "test_deviation"), ("gain", "gain_error")):
+        width = columns.pop(error, None)
+        if width is not None:
+            columns[part] = f"{100 * row[part]:.2f} ± {100 * width:.2f}"
     return columns
 
 

@@ -38,6 +38,15 @@ def test_batches_and_solved_rows_on_the_way(make_run: MakeRun) -> None:
     assert (speed[0]["max_steps"], speed[0]["lam"], speed[0]["progress"]) == (2, 0.5, 0.5 / PARTS)
 
 
+def test_curves_are_means_over_seeds(make_run: MakeRun) -> None:
+    base, speed = made(make_run)
+    twice = [{"step": 10, "progress": 1.0, "samples": 200, "solved": 1.0}]  # two batches in every step
+    ways = curves([base, speed, {**speed, "seed": 1, "steps": 10, "training_curve": twice}])[PARTS:]
+    assert len(ways) == PARTS
+    assert [ways[0]["micro_batches"], ways[-1]["micro_batches"]] == pytest.approx([1.5, 2])
+    assert [ways[0]["solved"], ways[-1]["solved"]] == pytest.approx([0.6, 0.8])
+
+
 def test_speed_is_said_where_times_compare(make_run: MakeRun) -> None:
     runs = made(make_run)
     base, speed = summarise(runs)

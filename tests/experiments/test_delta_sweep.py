@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from experiments.commands import app
 from experiments.delta_sweep import draw, summarise
+from experiments.training_runs import Asked, make, plan
 from softsieve.comparisons.output import read_table
 from tests.experiments.conftest import MakeRun
 
@@ -40,4 +41,8 @@ def test_a_delta_of_one_is_plain_softmax(weather: Path, tmp_path: Path) -> None:
     assert (about["experiment"], about["deltas"]) == ("delta-sweep", "[1.0, 0.1]")
     assert [(row["delta"], row["seeds"]) for row in rows] == [("0.1", "2"), ("1", "2")]
     assert len(list((tmp_path / "out.runs").iterdir())) == 4
+    asked = Asked([str(weather)], 2, None, 128, Path("data"), 1, {"epochs": 1, "batch_size": 30})
+    runs, _ = make(plan(asked, ["softmax"]), Path("softmax"))
+    for part in ("validation", "test"):
+        assert float(rows[1][part]) == pytest.approx(sum(run[part]["accuracy"] for run in runs) / 2, rel=1e-5)
     assert (tmp_path / "out.svg").exists()
