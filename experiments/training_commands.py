@@ -106,7 +106,7 @@ def loss_accuracy(
     asked: Asked,
     rate: Annotated[
         list[float], typer.Option(min=1e-6, max=1e6, help="learning rate, in multiples of the recipe's; several")
-    ] = [1 / 3, 1.0, 3.0],  # noqa: B006
+    ] = [0.3, 1.0, 3.0],  # noqa: B006
     delta: Margins = [0.05, 0.1, 0.3],  # noqa: B006
     out: Annotated[Path, results_option("loss-accuracy")] = Path("loss-accuracy"),
 ) -> None:
