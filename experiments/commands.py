@@ -1,43 +1,25 @@
-"""`python -m experiments`: the evidence for AdaptiveSoftmax, one command for each table or figure."""
+"""`python -m experiments`: the evidence for both papers, one command for each table or figure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from experiments import training_commands
+from experiments.command_parts import results_option, say
 from softsieve._progress import ProgressCallback
 from softsieve.cli.head_bench import Delta, Eps, Seed
-from softsieve.cli.progress import plain_console, quiet_hugging_face, table, watched
-from softsieve.comparisons.output import SUFFIXES, beside, write_results
+from softsieve.cli.progress import quiet_hugging_face, watched
+from softsieve.comparisons.output import beside, write_results
 
-app = typer.Typer(help="The evidence for AdaptiveSoftmax, one command each.", no_args_is_help=True)
+app = typer.Typer(help="The evidence for AdaptiveSoftmax and AS-Softmax, one command each.", no_args_is_help=True)
 
 HeadFile = Annotated[Path | None, typer.Option(help="a file of `softsieve head extract`, beside the made-up data")]
 QueriesFile = Annotated[Path | None, typer.Option(help="file of its hidden states, if that is another")]
 Corpus = Annotated[str | None, typer.Option(help="the text they come from; else the first there is")]
-
-
-def _out(default: str) -> Any:
-    return typer.Option(help=f"results: {default}.csv, .png and .svg", dir_okay=False)
-
-
-def say(out: Path, rows: Sequence[Mapping[str, Any]] = (), *, more: Sequence[str] = ()) -> None:
-    """The rows as a table, and where the results are; ``more`` are suffixes of further files."""
-    console = plain_console()
-    if rows:
-        console.print(table(rows, {name: _column(name) for name in rows[0]}, left=()))
-    console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, *more))}")
-
-
-def _column(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def show(row: Mapping[str, Any]) -> str:
-        value = row[name]
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return show
 
 
 def _names(files: Mapping[str, Any]) -> dict[str, str]:
@@ -55,7 +37,7 @@ def synthetic(
     eps: Eps = 0.3,
     delta: Delta = 0.1,
     seed: Seed = 0,
-    out: Annotated[Path, _out("synthetic")] = Path("synthetic"),
+    out: Annotated[Path, results_option("synthetic")] = Path("synthetic"),
 ) -> None:
     """Coordinates read against d on the two synthetic sets of the paper; the defaults are the paper's."""
     with watched(out) as progress:
@@ -79,7 +61,7 @@ def variance(
     queries_file: QueriesFile = None,
     corpus: Corpus = None,
     seed: Seed = 0,
-    out: Annotated[Path, _out("variance")] = Path("variance"),
+    out: Annotated[Path, results_option("variance")] = Path("variance"),
 ) -> None:
     """Squared error of the estimators, and what they say of it, by sample size, with and without rotation."""
     with watched(out) as progress:
@@ -106,7 +88,7 @@ def histograms(
     queries_file: QueriesFile = None,
     corpus: Corpus = None,
     seed: Seed = 0,
-    out: Annotated[Path, _out("histograms")] = Path("histograms"),
+    out: Annotated[Path, results_option("histograms")] = Path("histograms"),
 ) -> None:
     """Histograms of the entries of A and of x, and of the second-order term of the normaliser's error."""
     with watched(out) as progress:
@@ -137,7 +119,7 @@ def logistic(
     calibration: Annotated[int, typer.Option(min=1, help="queries to calibrate with")] = 200,
     queries: Annotated[int, typer.Option(min=1, help="queries to test with")] = 800,
     seed: Seed = 0,
-    out: Annotated[Path, _out("logistic")] = Path("logistic"),
+    out: Annotated[Path, results_option("logistic")] = Path("logistic"),
 ) -> None:
     """Softmax regression on some 25,000 features of images: what is read, and how often it is right."""
     with watched(out) as progress:
@@ -163,7 +145,7 @@ def heads(
     calibration: Annotated[int, typer.Option(min=1, help="states of each text to calibrate with, at most")] = 1000,
     test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 200,
     seed: Seed = 0,
-    out: Annotated[Path, _out("heads")] = Path("heads"),
+    out: Annotated[Path, results_option("heads")] = Path("heads"),
 ) -> None:
     """The output layer of a language model: what is read of it, and how often it is right."""
     with watched(out) as progress:
@@ -191,7 +173,7 @@ def linear_training(
     layers: Annotated[int, typer.Option(min=1, help="of the model")] = 4,
     delta: Annotated[float, typer.Option(min=0, max=1, help="margin of AS-Softmax")] = 0.1,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    out: Annotated[Path, _out("linear-training")] = Path("linear-training"),
+    out: Annotated[Path, results_option("linear-training")] = Path("linear-training"),
 ) -> None:
     """A small language model trained through the loss without logits, and through the same loss with them."""
     with watched(out) as progress:
@@ -232,7 +214,7 @@ def perplexity(
         typer.Option(help="begin every window with the token for that; if not given: as the tokenizer does"),
     ] = None,
     seed: Seed = 0,
-    out: Annotated[Path, _out("perplexity")] = Path("perplexity"),
+    out: Annotated[Path, results_option("perplexity")] = Path("perplexity"),
 ) -> None:
     """Perplexity of a text from all logits of an adaptive head, one token at a time, beside the exact one."""
     with watched(out) as progress:
@@ -277,3 +259,7 @@ def perplexity(
         for row in rows
     ]
     say(out, shown, more=[".json"])
+
+
+for command in training_commands.COMMANDS:
+    app.command(command.__name__.replace("_", "-"))(command)

@@ -1,14 +1,17 @@
-"""What several tests need: rows of all kinds, and how far they are from being decided the other way."""
+"""What several tests need: rows of all kinds, how far they are from being decided the other way, and a data set."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 IGNORED = -100
+WORDS = {"sun": ["bright", "warm", "sky"], "rain": ["wet", "cloud", "grey"], "snow": ["white", "cold", "ice"]}
 
 
 @contextmanager
@@ -43,3 +46,15 @@ def distance_to_margin(logits: Tensor, target: Tensor, delta: float) -> Tensor:
     distance = (p.gather(-1, label) - p - delta).abs()
     distance.scatter_(-1, label, float("inf"))
     return distance.masked_fill((target < 0).unsqueeze(-1), float("inf"))
+
+
+def write_weather(folder: Path) -> Path:
+    """Train, validation and test files of texts that are easily told apart, in a folder."""
+    draw = random.Random(0)
+    for split, rows in (("train", 90), ("validation", 30), ("test", 30)):
+        lines = ["text,label"]
+        for row in range(rows):
+            label = sorted(WORDS)[row % 3]
+            lines.append(f"{' '.join(draw.choices(WORDS[label], k=4))},{label}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder

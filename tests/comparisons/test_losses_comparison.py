@@ -44,6 +44,11 @@ def test_compare_writes_every_run_a_record_and_a_table(weather: Path, tmp_path: 
     assert min(line["mean"] for line in lines) > 0.9
     assert lines[2]["trained_rows"] < lines[1]["trained_rows"] == 4 * 90
     assert lines[2]["screened_rows"] > 0 == lines[1]["screened_rows"]
+    for run in runs:
+        curve = run["validation_curve"]
+        assert [line["progress"] for line in curve] == [0.25, 0.5, 0.75, 1.0]
+        assert max(line["accuracy"] for line in curve) == run["validation"]["accuracy"]
+        assert run["validation"]["loss"] in [line["loss"] for line in curve if line["step"] == run["best_step"]]
     table = out.with_suffix(".md").read_text()
     assert "| as-skip |" in table
     assert "2 seeds" in table
@@ -71,6 +76,20 @@ def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monke
     made.clear()
     assert CliRunner().invoke(app, command(weather, out, *ONCE, "--delta", "0.2")).exit_code == 0
     assert len(made) == 6  # other settings are other runs
+
+
+def test_runs_of_earlier_versions_have_no_curves(weather: Path, tmp_path: Path) -> None:
+    out, one = tmp_path / "weather", [*ONCE, "--seeds", "1"]
+    assert CliRunner().invoke(app, command(weather, out, *one)).exit_code == 0
+    files = sorted(out.with_suffix(".runs").iterdir())
+    runs = {file: json.loads(file.read_text()) for file in files}
+    for file, run in runs.items():
+        file.write_text(json.dumps({name: value for name, value in run.items() if name not in compare.CURVES}))
+    assert CliRunner().invoke(app, command(weather, out, *one)).exit_code == 0
+    runs[files[0]]["validation_curve"][0]["loss"] = "low"
+    files[0].write_text(json.dumps(runs[files[0]]))
+    done = CliRunner().invoke(app, command(weather, out, *one))
+    assert (done.exit_code, "damaged (loss: expected a number, found str)" in done.stderr) == (1, True)
 
 
 def test_an_error_is_one_line_and_keeps_the_runs(weather: Path, tmp_path: Path) -> None:

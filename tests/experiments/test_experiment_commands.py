@@ -97,6 +97,10 @@ def test_logistic_trains_on_the_files_of_mnist(tmp_path: Path) -> None:
         (["variance", "--head", "text"], "text: cannot be read as safetensors"),
         (["logistic", "--data", "cifar10"], "data: expected one of mnist, eurosat"),
         (["logistic", "--data", "mnist", "--data-dir", "none"], "no such folder"),
+        (["delta-sweep", "--task", "text"], "text: expected"),
+        (["accuracy-epochs", "--task", "clinc150", "--data-dir", "none"], "none"),
+        (["loss-accuracy", "--task", "clinc150", "--learning-rate", "0"], "learning_rate: expected a number above 0"),
+        (["accumulation", "--task", "clinc150", "--precision", "int4"], "precision: expected one of"),
         (["variance", "--out", "text/out"], "text/out: cannot be written to"),
     ],
 )

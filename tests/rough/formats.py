@@ -339,6 +339,8 @@ def runs(folder: Path) -> Prepared:
                 ("seconds", "evaluation_seconds", "steps", "best_step", "trained_rows", "screened_rows"), 3
             ),
             "solved": [0.1],
+            "training_curve": [{"step": 3, "progress": 1.0, "samples": 9}],
+            "validation_curve": [{"step": 3, "progress": 1.0, "loss": 0.25, "accuracy": 0.5}],
             "settings": job.settings.asdict(),
             "max_length": 128,
             "rows": {"train": 10},

@@ -35,6 +35,7 @@ from softsieve.training.run import Splits, encode, train
 from softsieve.training.settings import Settings
 
 Outcome = dict[str, Any] | str  # what a run came to, or why it failed
+CURVES = ("training_curve", "validation_curve")  # what a run says of its way; earlier versions said nothing
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,22 @@ def run_job(job: Job) -> dict[str, Any]:
         "trained_rows": result.trained,
         "screened_rows": result.screened,
         "solved": [line["solved"] for line in result.log if "solved" in line],
+        **_curves(result.log),
         "settings": job.settings.asdict(),
         "max_length": job.max_length,
         "rows": {name: len(part) for name, part in splits._asdict().items() if part is not None},
         "classes": len(task.labels),
         "provenance": provenance(),
     }
+
+
+def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
+    """What the log says on the way: how far training was at each of its lines, and every evaluation."""
+    wanted = ("step", "progress", "samples", "solved")
+    training = [{name: line[name] for name in wanted if name in line} for line in log if line["kind"] == "train"]
+    judged = [line for line in log if line["kind"] == "validation"]
+    validation = [{name: value for name, value in line.items() if name != "kind"} for line in judged]
+    return dict(zip(CURVES, (training, validation), strict=True))
 
 
 def _worker(job: Job) -> tuple[Job, Outcome]:
@@ -233,10 +244,13 @@ def _check_run(run: Any) -> None:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"expected names, found {names}")
     _checks.choice("row", run["row"], ROWS)
+    for line in (line for name in CURVES for line in run.get(name, [])):
+        for name, value in line.items():
+            _checks.number(name, value, -1e300, 1e300)
     for name in ("commit", "gpu"):
         if not isinstance(made[name], str | None):
             raise TypeError(f"{name}: expected a name, found {type(made[name]).__name__}")
-    hash(_where(run))
+    hash(machine_of(run))
     markdown([run], "")
 
 
@@ -276,7 +290,7 @@ def _summary(task: str, row: str, by_seed: dict[int, Any], baseline: dict[int, A
         ours, theirs = ([some[seed] for seed in shared] for some in (by_seed, baseline))
         p = _paired([run["test"][metric] for run in ours], [run["test"][metric] for run in theirs])
         # Times compare only on one machine that as many runs shared.
-        if len(set(map(_where, (*ours, *theirs)))) == 1:
+        if len(set(map(machine_of, (*ours, *theirs)))) == 1:
             speed = _median("seconds", theirs) / _median("seconds", ours)
     return {
         "task": task,
@@ -314,7 +328,7 @@ def _median(name: str, runs: Sequence[dict[str, Any]]) -> float:
     return float(statistics.median(run[name] for run in runs))
 
 
-def _where(run: dict[str, Any]) -> tuple[Any, ...]:
+def machine_of(run: dict[str, Any]) -> tuple[Any, ...]:
     """The machine of a run, and how many shared it."""
     made = run["provenance"]
     return run["side_by_side"], made["gpu"], *made["machine"].values()
