@@ -264,11 +264,12 @@ def test_the_loader_has_its_length_before_training() -> None:
 def test_looks_are_told_in_their_order() -> None:
     skip, expected = SkipCallback(8), SolvedSampler(8)
     expected.next_epoch()
-    for rows, solved in (([0, 1, 2], True), ([3, 4], False), ([5, 6, 7], True)):
-        look = torch.tensor(rows), torch.full((len(rows),), solved)
+    for rows, margin in (([0, 1, 2], 0.9), ([3, 4], 0.0), ([5, 6, 7], 0.5)):
+        look = torch.tensor(rows), torch.full((len(rows),), margin)
         skip._noted.append(look)
         expected.update(*look)
-    assert torch.equal(skip.state_dict()["solved"]["looks"], expected.state_dict()["looks"])
+    for name in ("margins", "passes"):
+        assert torch.equal(skip.state_dict()["solved"][name], expected.state_dict()[name])
 
 
 def test_refusals() -> None:
