@@ -272,6 +272,40 @@ def test_looks_are_told_in_their_order() -> None:
         assert torch.equal(skip.state_dict()["solved"][name], expected.state_dict()[name])
 
 
+class Leading(Module):
+    """Also says by how much rows lead."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        margin = torch.linspace(0.2, 0.9, len(outputs["solved"]))
+        return {**outputs, "solved": torch.arange(len(margin)) % 2 == 0, "margin": margin}
+
+
+def test_margins_are_told_where_they_are_known() -> None:
+    """A row that is not solved does not lead, whatever its margin says of a loss with another delta."""
+    told: list[tuple[Tensor, Tensor]] = []
+
+    class Watch(SkipCallback):
+        def _tell(self) -> None:
+            told.extend(self._noted)
+            super()._tell()
+
+    for make in (Leading, Module):
+        told.clear()
+        skip = Watch(ROWS)
+        fit([], skip, make=make, max_epochs=1)
+        skip.state_dict()
+        assert sum(len(index) for index, _ in told) == ROWS
+        for _, shown in told:
+            if make is Leading:
+                expected = torch.where(torch.arange(BATCH) % 2 == 0, torch.linspace(0.2, 0.9, BATCH), -1.0)
+                assert torch.equal(shown, expected)
+            else:
+                assert shown.dtype == torch.bool
+        if make is Leading:
+            assert int(skip.solved.solved.sum()) == ROWS // 2
+
+
 def test_refusals() -> None:
     with pytest.raises(InputError, match="accumulate_grad_batches: expected 1, AS-Speed sets it, found 2"):
         fit([SpeedCallback(ASSpeed())], accumulate_grad_batches=2)
