@@ -30,7 +30,7 @@ def train(sampler: SolvedSampler | None) -> tuple[nn.Module, int]:
         for index, x, y in loader:
             loss, stats = as_cross_entropy(model(x), y, delta=0.1, return_stats=True)
             if sampler is not None:
-                sampler.update(index, stats.solved)  # what the loss knows anyway: no extra pass
+                sampler.update(index, stats.margin)  # what the loss knows anyway: no extra pass
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -255,16 +255,16 @@ def margins(delta: object, target: Tensor) -> Tensor:
     return delta.reshape(-1)
 
 
-def saved(name: str, value: object, like: Tensor, *, high: float, sized: bool = True) -> None:
-    """Refuse a tensor of a file that is not like the one it is to replace, or has numbers outside [0, high]."""
+def saved(name: str, value: object, like: Tensor, *, high: float, low: float = 0, sized: bool = True) -> None:
+    """Refuse a tensor of a file that is not like the one it is to replace, or has numbers outside [low, high]."""
     numbers = tensor(name, value)
     if numbers.dtype != like.dtype or numbers.ndim != like.ndim or (sized and numbers.shape != like.shape):
         raise ValueError(
             f"{name}: expected {like.dtype} of shape {tuple(like.shape) if sized else '(N,)'}, "
             f"found {numbers.dtype} of shape {tuple(numbers.shape)}"
         )
-    if not bool(((numbers >= 0) & (numbers <= high)).all()):  # also refuses NaN
-        raise ValueError(f"{name}: expected numbers in [0, {high:g}]")
+    if not bool(((numbers >= low) & (numbers <= high)).all()):  # also refuses NaN
+        raise ValueError(f"{name}: expected numbers in [{low:g}, {high:g}]")
 
 
 def _one_each(name: str, value: Tensor, weight: Tensor, what: str) -> None:

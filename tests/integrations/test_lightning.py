@@ -264,11 +264,46 @@ def test_the_loader_has_its_length_before_training() -> None:
 def test_looks_are_told_in_their_order() -> None:
     skip, expected = SkipCallback(8), SolvedSampler(8)
     expected.next_epoch()
-    for rows, solved in (([0, 1, 2], True), ([3, 4], False), ([5, 6, 7], True)):
-        look = torch.tensor(rows), torch.full((len(rows),), solved)
+    for rows, margin in (([0, 1, 2], 0.9), ([3, 4], 0.0), ([5, 6, 7], 0.5)):
+        look = torch.tensor(rows), torch.full((len(rows),), margin)
         skip._noted.append(look)
         expected.update(*look)
-    assert torch.equal(skip.state_dict()["solved"]["looks"], expected.state_dict()["looks"])
+    for name in ("margins", "passes"):
+        assert torch.equal(skip.state_dict()["solved"][name], expected.state_dict()[name])
+
+
+class Leading(Module):
+    """Also says by how much rows lead."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        margin = torch.linspace(0.2, 0.9, len(outputs["solved"]))
+        return {**outputs, "solved": torch.arange(len(margin)) % 2 == 0, "margin": margin}
+
+
+def test_margins_are_told_where_they_are_known() -> None:
+    """A row that is not solved does not lead, whatever its margin says of a loss with another delta."""
+    told: list[tuple[Tensor, Tensor]] = []
+
+    class Watch(SkipCallback):
+        def _tell(self) -> None:
+            told.extend(self._noted)
+            super()._tell()
+
+    for make in (Leading, Module):
+        told.clear()
+        skip = Watch(ROWS)
+        fit([], skip, make=make, max_epochs=1)
+        skip.state_dict()
+        assert sum(len(index) for index, _ in told) == ROWS
+        for _, shown in told:
+            if make is Leading:
+                expected = torch.where(torch.arange(BATCH) % 2 == 0, torch.linspace(0.2, 0.9, BATCH), -1.0)
+                assert torch.equal(shown, expected)
+            else:
+                assert shown.dtype == torch.bool
+        if make is Leading:
+            assert int(skip.solved.solved.sum()) == ROWS // 2
 
 
 def test_refusals() -> None:

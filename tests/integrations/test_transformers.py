@@ -227,6 +227,41 @@ def test_margin_comes_down_over_the_nominal_steps(tmp_path: Path) -> None:
     assert margins == pytest.approx([1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1, 0.1])
 
 
+@pytest.mark.parametrize(
+    ("options", "above"),
+    [({}, 0.0), ({"delta": 0.3}, 0.2), ({"delta": 0.3, "skip": {"delta": 0.3}}, 0.0), ({"skip": {"margin": 0.5}}, 0.0)],
+)
+def test_a_row_of_tokens_leads_as_its_worst_that_counts(tmp_path: Path, options: dict[str, Any], above: float) -> None:
+    """By the delta of the loss, where the sampler has another and no margin of its own."""
+    data, model = tokens(), bert("TokenClassification")
+    run = trainer(tmp_path, data, model, ASOptions(**{"skip": {}, **options}), num_train_epochs=1, learning_rate=0.0)
+    run.train()
+    assert run._sampler is not None
+    for index, row in enumerate(data.rows):
+        with torch.no_grad():
+            logits = model(input_ids=torch.as_tensor(row["input_ids"])[None]).logits[0]
+        labels = torch.as_tensor(row["labels"])
+        _, stats = as_cross_entropy(logits, labels, return_stats=True)
+        worst = min(stats.margin[labels != -100].tolist(), default=1.0)
+        assert float(run._sampler.margins[index]) == pytest.approx(max(worst - above, -1), abs=1e-5)
+
+
+def test_rows_of_many_labels_lead_by_the_threshold(tmp_path: Path) -> None:
+    model = bert(problem_type="multi_label_classification")
+    ids = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    flags = (logits > 0).long()
+    flags[0, 0] ^= 1
+    data = Data([{"input_ids": i, "labels": f.float()} for i, f in zip(ids, flags, strict=True)])
+    run = trainer(tmp_path, data, model, ASOptions(skip={"delta": 0.5}), num_train_epochs=1, learning_rate=0.0)
+    run.train()
+    assert run._sampler is not None
+    _, stats = as_multilabel_loss(logits, flags, delta=0.5, against="threshold", return_stats=True)
+    torch.testing.assert_close(run._sampler.margins, stats.margin, rtol=0, atol=1e-5)
+    assert len(set(stats.margin.tolist())) == 4
+
+
 class Witness(ASTrainer):
     """Keeps, for every epoch, which rows were visited and whether they were solved then."""
 

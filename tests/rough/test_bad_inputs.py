@@ -440,6 +440,8 @@ ENTRIES: dict[str, Entry] = {
         lambda: {"num_samples": 5},
         {
             "num_samples": "size",
+            "margin": "number",
+            "delta": "number",
             "tolerance": "number",
             "recheck": "number",
             "screen_above": "number",
@@ -450,8 +452,13 @@ ENTRIES: dict[str, Entry] = {
     ),
     "SolvedSampler.update": Entry(
         _sampler(lambda sampler, **args: sampler.update(**args)),
-        lambda: {"indices": torch.arange(ROWS), "solved": torch.arange(ROWS) > 2},
-        {"indices": "tensor", "solved": "tensor"},
+        lambda: {"indices": torch.arange(ROWS), "margins": torch.arange(ROWS) / ROWS},
+        {"indices": "tensor", "margins": "tensor", "delta": "number"},
+    ),
+    "SolvedSampler.screened": Entry(
+        _sampler(lambda sampler, **args: sampler.screened(**args)),
+        lambda: {"indices": torch.arange(ROWS), "margins": torch.arange(ROWS) > 2},
+        {"indices": "tensor", "margins": "tensor", "delta": "number"},
     ),
     "SolvedSampler.worth_screening": Entry(
         _sampler(lambda sampler, **args: sampler.worth_screening(**args)),
@@ -619,6 +626,7 @@ ENTRIES: dict[str, Entry] = {
             **dict.fromkeys(
                 ("initial_delta", "delta_ratio", "speed_lambda", "tolerance", "recheck", "screen_above"), "number"
             ),
+            "skip_margin": "number",
             **dict.fromkeys(("loss", "delta_shape", "skip", "precision"), "choice"),
             **dict.fromkeys(("merge", "graphs"), "flag"),
         },
@@ -694,7 +702,11 @@ ENTRIES: dict[str, Entry] = {
     "SkipCallback": Entry(
         lambda **args: _imported("lightning").SkipCallback(**args),
         lambda: {"num_samples": 4},
-        {"num_samples": "size", "tolerance": "number", "recheck": "number", "seed": "whole"},
+        {
+            "num_samples": "size",
+            **dict.fromkeys(("margin", "delta", "tolerance", "recheck"), "number"),
+            "seed": "whole",
+        },
     ),
 }
 RESULTS = "made by the library, not by its callers"

@@ -198,7 +198,7 @@ def test_a_sampler_may_be_told_by_several_threads_one_at_a_time() -> None:
     at_once([lambda n=number: tell(n) for number in range(THREADS)])  # type: ignore[misc]
     told.next_epoch()
     told.next_epoch()
-    assert told.streak.bool().tolist() == [row % 2 == 0 for row in range(800)]
+    assert told.solved.tolist() == [row % 2 == 0 for row in range(800)]
 
 
 def test_threads_of_numba_that_serve_one_caller_at_a_time_are_not_shared() -> None:

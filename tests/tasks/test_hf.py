@@ -13,7 +13,7 @@ import torch
 from softsieve.errors import InputError
 from softsieve.losses.objectives import make_objective
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder
+from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder, _as_numbers
 from softsieve.tasks.task import Task, TokenRows
 
 transformers = pytest.importorskip("transformers")
@@ -165,6 +165,59 @@ def test_mpnet_computes_its_position_bias_once_and_to_the_bit() -> None:
     assert inner.relative_attention_bias.weight.grad is not None
     state = body.encoder.state_dict()
     assert state.keys() == {name for name in plain.state_dict() if "pooler" not in name}
+
+
+def small_mpnet() -> tuple[PretrainedBody, dict[str, torch.Tensor]]:
+    """With rows of different lengths."""
+    config = transformers.MPNetConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    body = PretrainedBody(transformers.MPNetModel(config), features=16, per_word=False).eval()
+    mask = (torch.arange(12) < torch.tensor([12, 7, 1, 10])[:, None]).long()
+    return body, {"input_ids": torch.randint(3, 20, (4, 12)), "attention_mask": mask}
+
+
+def test_masks_as_numbers_give_the_same_bits() -> None:
+    body, inputs = small_mpnet()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    numbers = _as_numbers(mask)
+    assert numbers.shape == (4, 1, 1, 12)
+    assert torch.equal(numbers == 0, mask.bool()[:, None, None])
+    with torch.no_grad():
+        outputs = [body.encoder(input_ids=ids, attention_mask=m).last_hidden_state for m in (mask, numbers)]
+        whole = body.encoder(input_ids=ids, attention_mask=torch.ones_like(mask)).last_hidden_state
+    assert torch.equal(*outputs)
+    assert not torch.allclose(outputs[0][1], whole[1])  # what is not attended would matter
+    assert torch.equal(inputs["attention_mask"], mask)
+
+
+def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, inputs = small_mpnet()
+    assert not body._makes_masks_in_vain(inputs["attention_mask"])
+    seen: list[torch.Size] = []
+    encode = body.encoder.forward
+
+    def watched(**given: torch.Tensor) -> Any:
+        seen.append(given["attention_mask"].shape)
+        return encode(**given)
+
+    monkeypatch.setattr(body.encoder, "forward", watched)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    with torch.no_grad():
+        expected = body(**inputs)
+        pretending = {**inputs, "attention_mask": inputs["attention_mask"].as_subclass(OnGpu)}
+        for capturing in (False, True):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+            assert body._makes_masks_in_vain(pretending["attention_mask"]) == capturing
+            assert not body._makes_masks_in_vain(inputs["attention_mask"])  # on the CPU nothing is recorded
+            assert torch.equal(body(**pretending).as_subclass(torch.Tensor), expected)
+    assert seen == [(4, 12), (4, 12), (4, 1, 1, 12)]
+    body.encoder.config._attn_implementation = "sdpa"  # fused: makes none
+    assert not body._makes_masks_in_vain(pretending["attention_mask"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from softsieve.training import SolvedSampler
 from softsieve.training.loop import Trainer
-from softsieve.training.sampler import LONGEST
+from softsieve.training.sampler import UNSEEN
 from tests.training.helpers import Net, equal_weights, flags, in_process, points, tokens, trainer
 
 WORLD = 2
@@ -61,12 +61,20 @@ ROWS, EPOCHS = 101, 8
 POLICIES: dict[str, dict[str, Any]] = {
     "all that may be": {"tolerance": 1.0, "recheck": 0.2},
     "by risk": {"tolerance": 0.03},
+    "own margin": {"tolerance": 1.0, "margin": 0.6},
 }
 
 
 def shown(epoch: int) -> Tensor:
-    """Which rows are solved in an epoch: a share that grows."""
-    return torch.rand(ROWS, generator=torch.Generator().manual_seed(epoch)) < 0.5 + 0.06 * epoch
+    """The margins of an epoch: they grow."""
+    return (2 * torch.rand(ROWS, generator=torch.Generator().manual_seed(epoch)) - 1 + 0.2 * epoch).clamp(-1, 1)
+
+
+def screen(sampler: SolvedSampler, rows: Tensor, epoch: int) -> None:
+    """Of the rows that are screened some slip when they are trained, or never are."""
+    if len(screened := rows[sampler.worth_screening(rows)]):
+        leave = sampler.screened(screened, shown(epoch)[screened])
+        sampler.update(screened[~leave], torch.where(screened % 3 == 0, 0.0, shown(epoch)[screened])[~leave])
 
 
 def parts_of_updates(rank: int, _: Path) -> Found:
@@ -77,10 +85,18 @@ def parts_of_updates(rank: int, _: Path) -> Found:
         plans[name] = []
         for epoch in range(EPOCHS):
             share = torch.tensor(list(mine))
+            known = mine.margins.clone()
             mine.update(share, shown(epoch)[share])
             plan = whole.next_epoch()
             whole.update(plan, shown(epoch)[plan])
-            plans[name].append({"share": share, "plan": mine.plan, "streak": mine.streak, "gathered": plan})
+            plans[name].append({"share": share, "plan": mine.plan, "margins": known, "gathered": plan})
+    screener = SolvedSampler(ROWS, tolerance=0.1, recheck=0.3, num_replicas=WORLD, rank=rank)
+    plans["screening"] = []
+    for epoch in range(EPOCHS):
+        share = torch.tensor(list(screener))
+        plans["screening"].append({**screener.state_dict(), "skip_margin": screener.skip_margin})
+        if epoch > 1 or rank == 1:  # one rank begins earlier
+            screen(screener, share, epoch)
     return plans
 
 
@@ -92,21 +108,34 @@ def samplers(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_samplers_decide_alike(samplers: list[Found], policy: str) -> None:
     alone = SolvedSampler(ROWS, **POLICIES[policy])
-    streak, sizes = torch.zeros(ROWS, dtype=torch.long), []
+    known, sizes = torch.full((ROWS,), UNSEEN), []
     for epoch, (first, second) in enumerate(zip(*(found[policy] for found in samplers), strict=True)):
         plan = alone.next_epoch()
         alone.update(plan, shown(epoch)[plan])
         assert torch.equal(first["plan"], second["plan"])
-        assert torch.equal(first["streak"].long(), streak)  # what both saw together
-        assert torch.equal(second["streak"].long(), streak)
+        assert torch.equal(first["margins"], known)  # what both saw together
+        assert torch.equal(second["margins"], known)
         assert torch.equal(torch.cat([first["share"], second["share"]]), first["plan"])
         assert len(first["share"]) == len(second["share"])
         assert torch.equal(first["gathered"], plan)
         assert torch.equal(second["gathered"], plan)
-        visited = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, first["plan"], True)
-        streak = torch.where(visited, torch.where(shown(epoch), (streak + 1).clamp(max=LONGEST), 0), streak)
+        known[first["plan"]] = shown(epoch)[first["plan"]]
         sizes.append(len(plan))
     assert min(sizes) < 0.9 * ROWS
+
+
+def test_samplers_that_are_told_of_screening_know_the_same(samplers: list[Found]) -> None:
+    margins = []
+    for epoch, (first, second) in enumerate(zip(*(found["screening"] for found in samplers), strict=True)):
+        assert first["screens"] == second["screens"] == (epoch > 0)  # as soon as one rank does
+        for name, value in first.items():
+            if name != "position":
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[name])), name
+        assert not first["waiting"].any()
+        margins.append(first["skip_margin"])
+    assert margins[0] == pytest.approx(0.1)
+    assert max(margins) > 0.7
+    assert float(first["slips"].sum()) > 1
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -156,7 +185,7 @@ def run_all(rank: int, folder: Path) -> Found:
 
 def resumed(folder: Path) -> Found:
     """A whole run, and the rest of it from a checkpoint, each process with its own dropout."""
-    settings: dict[str, Any] = {"processes": WORLD, "dropout": 0.3, "save_steps": 4, "save_total_limit": 9}
+    settings: dict[str, Any] = {"processes": WORLD, "dropout": 0.3, "save_steps": 4, "save_total_limit": 99}
     whole = outcome(make("skipping", output=folder / "run", **settings))
     rest = outcome(make("skipping", output=folder / "run", **settings), folder / "run" / "checkpoint-8")
     return {"whole": whole, "rest": rest}

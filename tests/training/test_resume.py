@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from softsieve.errors import InputError
-from softsieve.training.checkpoint import checkpoints, load_checkpoint
+from softsieve.training import SolvedSampler
+from softsieve.training.checkpoint import checkpoints, load_checkpoint, restore_run
 from softsieve.training.loop import Result, Trainer
 from tests.training.helpers import Net, equal_weights, flags, in_process, points, tokens, trainer
 
@@ -100,6 +101,30 @@ def test_what_may_differ(tmp_path: Path) -> None:
     made.fit(tmp_path / "checkpoint-9")
     assert equal_weights(made.weights(), whole.weights())
     assert checkpoints(tmp_path / "other") == []
+
+
+def test_the_policy_of_skipping_may_differ(tmp_path: Path) -> None:
+    """It changed with versions: a run goes on under that of today."""
+    make("skipping", tmp_path, save_total_limit=100).fit()
+    policy: dict[str, Any] = {"skip_margin": 0.7, "tolerance": 0.1, "recheck": 0.2, "screen_above": 0.0}
+    made = make("skipping", tmp_path / "other", **policy)
+    result = made.fit(tmp_path / "checkpoint-9")
+    assert isinstance(made.sampler, SolvedSampler)
+    assert made.sampler.skip_margin == pytest.approx(0.7)
+    assert result.log[-1]["progress"] == 1
+
+
+def test_margins_of_rows_that_the_sampler_was_not_told_of(tmp_path: Path) -> None:
+    whole = make("skipping", tmp_path, save_total_limit=100)
+    whole.fit()
+    for folder in checkpoints(tmp_path):
+        made = make("skipping", tmp_path / "other")
+        restore_run(made, folder)
+        if len(rows := made.state.pending_rows()):
+            break
+    assert len(rows)
+    assert (made.results.margin[rows] != 0).all()
+    assert torch.equal(made.results.solved[rows], made.results.margin[rows] > 0.1)
 
 
 @pytest.mark.parametrize("mode", ["skipping", "infobatch", "selective-backprop", "seta"])

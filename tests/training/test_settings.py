@@ -35,6 +35,10 @@ from softsieve.training.settings import Settings
         ({"max_grad_norm": -1}, ValueError, "max_grad_norm: expected a number in"),
         ({"tolerance": 2.0}, ValueError, "tolerance: expected a number in"),
         ({"recheck": 0.0}, ValueError, "recheck: expected a number in"),
+        ({"skip_margin": 0}, ValueError, r"skip_margin: expected a number in \(0, 1\], found 0"),
+        ({"skip_margin": 1.1}, ValueError, r"skip_margin: expected a number in \[0, 1\], found 1.1"),
+        ({"skip_margin": float("nan")}, ValueError, "skip_margin: .* found nan"),
+        ({"skip_margin": "a"}, TypeError, "skip_margin: expected a number, found str"),
         ({"screen_above": -1.0}, ValueError, "screen_above: expected a number in"),
         ({"warmup_ratio": 1.5}, ValueError, "warmup_ratio: expected a number in"),
         ({"delta": 2}, ValueError, "final: expected a number in|delta: expected a number in"),
@@ -118,4 +122,9 @@ def test_learning_rate_at_its_corners() -> None:
 def test_round_trip_through_json() -> None:
     settings = Settings(epochs=7, skip="solved", delta_ratio=0.3, precision="bf16")
     assert Settings(**json.loads(json.dumps(settings.asdict()))) == settings
-    assert {*settings.asdict(), "loss_options"} == {field.name for field in dataclasses.fields(Settings)}
+    newer = {"loss_options", "skip_margin"}  # said where they are given, so that others read as they did
+    assert not newer & settings.asdict().keys()
+    assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}
+    given = dataclasses.replace(settings, skip_margin=0.6)
+    assert given.asdict()["skip_margin"] == 0.6
+    assert Settings(**json.loads(json.dumps(given.asdict()))) == given

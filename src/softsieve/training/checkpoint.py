@@ -265,6 +265,7 @@ def _check_tensors(trainer: Trainer, folder: Path, state: dict[str, Any], files:
     for name, values in {"loss": queue["loss"], "margin": _pending_margins(queue)}.items():
         if values.shape != (count,) or not values.is_floating_point():
             raise ValueError(f"{name}: expected one number a row of {count}, found shape {tuple(values.shape)}")
+    _checks.row_margins(_pending_margins(queue))
     _checks.saved("cpu", files["random"]["cpu"], torch.get_rng_state().expand(replica.ranks, -1), high=255)
     if replica.sharded:
         return
