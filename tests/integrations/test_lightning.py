@@ -211,7 +211,7 @@ class ByLabels(MultiLabel):
 
 @pytest.mark.parametrize(
     ("make", "given", "final"),
-    [(MultiLabel, None, 0.5), (MultiLabel, 0.3, 0.3), (ByLabels, None, 0.1), (Module, None, 0.1)],
+    [(MultiLabel, None, 0.7), (MultiLabel, 0.3, 0.3), (ByLabels, None, 0.1), (Module, None, 0.1)],
 )
 def test_margin_unless_given_is_that_of_the_kind_of_loss(make: type[Module], given: float | None, final: float) -> None:
     module, _ = fit([DeltaCallback(given, ratio=0.5)], make=make, max_epochs=2)

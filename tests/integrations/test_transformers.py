@@ -175,7 +175,7 @@ def test_gradient_is_that_of_the_mean_over_the_whole_window(
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({}, {"delta": 0.5, "against": "threshold"}),
+        ({}, {"delta": 0.7, "against": "threshold"}),
         ({"delta": 0.2}, {"delta": 0.2, "against": "threshold"}),
         ({"against": "labels"}, {"delta": 0.1, "against": "labels"}),
     ],
@@ -186,7 +186,7 @@ def test_multilabel(tmp_path: Path, batch: int, accumulated: int, given: dict[st
     logits = model(input_ids=ids).logits
     flags = (logits > 0).long()
     flags[0, 0] ^= 1  # all but this one are right, by more and by less
-    rules = {as_multilabel_loss(logits, flags, delta=d, against=a).item() for d in (0.1, 0.2, 0.5) for a in MASKS}
+    rules = {as_multilabel_loss(logits, flags, delta=d, against=a).item() for d in (0.1, 0.2, 0.5, 0.7) for a in MASKS}
     assert len(rules) == 6
     loss = as_multilabel_loss(logits, flags, **meant)
     expected = gradient(loss, model)
@@ -254,10 +254,10 @@ def test_rows_of_many_labels_lead_by_the_threshold(tmp_path: Path) -> None:
     flags = (logits > 0).long()
     flags[0, 0] ^= 1
     data = Data([{"input_ids": i, "labels": f.float()} for i, f in zip(ids, flags, strict=True)])
-    run = trainer(tmp_path, data, model, ASOptions(skip={"delta": 0.5}), num_train_epochs=1, learning_rate=0.0)
+    run = trainer(tmp_path, data, model, ASOptions(skip={"delta": 0.7}), num_train_epochs=1, learning_rate=0.0)
     run.train()
     assert run._sampler is not None
-    _, stats = as_multilabel_loss(logits, flags, delta=0.5, against="threshold", return_stats=True)
+    _, stats = as_multilabel_loss(logits, flags, delta=0.7, against="threshold", return_stats=True)
     torch.testing.assert_close(run._sampler.margins, stats.margin, rtol=0, atol=1e-5)
     assert len(set(stats.margin.tolist())) == 4
 

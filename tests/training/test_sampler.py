@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -273,7 +274,7 @@ def test_skip_margin_settles_where_slips_are_few(share: float, delta: float) -> 
     found = screen(lambda margins: torch.where(margins < edge, 0.3, 0.01), **options)
     assert found.skip_margins[0] == pytest.approx(delta + 0.75 * (1 - delta))  # nothing is known: only the safest
     settled = found.skip_margins[len(found.skip_margins) // 2 :]
-    assert sum(margin == pytest.approx(edge) for margin in settled) >= 0.7 * len(settled)
+    assert median(settled) == pytest.approx(edge)
     assert min(settled) >= edge - 1e-6  # chance errs on the safe side
     assert len(found.left_out) > 1000
     assert float(found.left_out.min()) >= edge - 1e-6

@@ -94,7 +94,7 @@ class Options:
     seed: int = _training("of weights, order and dropout; 42", 42)
 
     min_as_delta: float | None = _margin(
-        "the margin: a row is solved when its label beats every other class by it; 0.1, multi-label 0.5",
+        "the margin: a row is solved when its label beats every other class by it; 0.1, multi-label 0.7",
         names=("--min-as-delta", "--delta"),
     )
     as_warm_up: bool = _margin("bring the margin down to its value from --initial-as-delta", False)

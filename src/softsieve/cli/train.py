@@ -190,7 +190,7 @@ def _defaults(data: Data, model: str | None) -> dict[str, Any]:
     metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
     if data.kind == "tokens" and are_bio(label_names(data)):
         metric = "entity_f1"
-    usual = {"metric": metric, "delta": 0.5 if data.kind == "multilabel" else 0.1}
+    usual = {"metric": metric, "delta": 0.7 if data.kind == "multilabel" else 0.1}
     if model is not None:
         return {**usual, **PRETRAINED}
     # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.

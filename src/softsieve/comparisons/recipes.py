@@ -33,9 +33,9 @@ PRETRAINED: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4},
     "sst5": {"epochs": 7, "batch_size": 16, "learning_rate": 6e-5, "delta": 0.3},
     "conll2003": {"epochs": 4, "batch_size": 32, "learning_rate": 2e-4, "metric": "entity_f1"},
-    "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "delta": 0.5, "metric": "micro_f1"},
-    "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.5, "metric": "micro_f1"},
-    "eurlex57k": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.5, "metric": "micro_f1"},
+    "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
+    "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
+    "eurlex57k": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
@@ -46,8 +46,8 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 3e-3},
     "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
     "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
-    "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.5, "metric": "micro_f1"},
-    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.5, "metric": "micro_f1"},
+    "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
+    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
 }
 
 

@@ -51,7 +51,7 @@ class DeltaCallback(Callback):
     """Brings the margin of the AS losses in the module down from ``initial_delta`` to ``delta``.
 
     Args:
-        delta: margin at the end; None: 0.5 for a multi-label loss against the threshold, 0.1 for others.
+        delta: margin at the end; None: 0.7 for a multi-label loss against the threshold, 0.1 for others.
         initial_delta: margin at the start; 1 is plain softmax.
         ratio: share of training spent on the way.
 

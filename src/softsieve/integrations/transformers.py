@@ -47,7 +47,7 @@ class ASOptions:
     """What `ASTrainer` does besides the loss.
 
     Args:
-        delta: margin of the loss, in [0, 1]; None: 0.5 for a multi-label loss against the threshold, 0.1 for others.
+        delta: margin of the loss, in [0, 1]; None: 0.7 for a multi-label loss against the threshold, 0.1 for others.
         initial_delta: margin at the start; 1 is plain softmax.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
         speed: AS-Speed, whose number multiplies ``gradient_accumulation_steps``; None leaves it out.

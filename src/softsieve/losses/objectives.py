@@ -247,7 +247,7 @@ class MultiLabelASSoftmax(Objective):
     no gradient but is not solved.
     """
 
-    delta: float = 0.5
+    delta: float = 0.7
     against: str = "threshold"
     limits = (("delta", 0, 1),)
 

@@ -117,8 +117,8 @@ class SolvedSampler(Sampler[int]):
         """From which margin rows are left out now."""
         first = len(BELOW)
         if self.margin is None and self._screens:
-            many = int((_falling(self._slips[:, LEADING:]) > SLIPS).sum())  # bands in which too many slip
-            first += min(many, len(ABOVE) - 1)
+            rates = _falling(_rates(self._slips)[LEADING:], self._slips[0, LEADING:])
+            first += min(int((rates > SLIPS).sum()), len(ABOVE) - 1)
         return float(self._edges[first])
 
     @property
@@ -322,18 +322,6 @@ class SolvedSampler(Sampler[int]):
         }  # fmt: skip
 
 
-def _falling(passes: Tensor) -> Tensor:
-    """By band, the share of passes that failed, as the nearest rates that fall from band to band (pooled neighbours)."""
-    pools: list[tuple[float, float, int]] = []  # passes that failed, all of them, and bands that have one rate
-    for count, failed in passes.T.tolist():
-        pool = (failed + 1.0, count + 2.0, 1)  # two passes' worth of not knowing
-        while pools and pools[-1][0] * pool[1] < pool[0] * pools[-1][1]:
-            last = pools.pop()
-            pool = (last[0] + pool[0], last[1] + pool[1], last[2] + pool[2])
-        pools.append(pool)
-    return torch.tensor([failed / count for failed, count, bands in pools for _ in range(bands)], dtype=torch.float64)
-
-
 def _rates(passes: Tensor) -> Tensor:
     """By band, the share of passes that failed. Before any: as in the band below; of the first that lead, half."""
     rates = torch.empty(BANDS, dtype=torch.float64)
@@ -342,3 +330,15 @@ def _rates(passes: Tensor) -> Tensor:
         expected = min(expected, 0.5) if band == LEADING else expected
         rates[band] = (failed + 2 * expected) / (count + 2)  # Laplace's rule: two passes' worth of expectation
     return rates
+
+
+def _falling(rates: Tensor, passes: Tensor) -> Tensor:
+    """The nearest rates that fall from band to band: neighbours that rise are pooled, by how many passes they had."""
+    pools: list[tuple[float, float, int]] = []  # rate times weight, weight, and bands that share the rate
+    for rate, count in zip(rates.tolist(), passes.tolist(), strict=True):
+        pool = (rate * (count + 2), count + 2, 1)
+        while pools and pools[-1][0] * pool[1] < pool[0] * pools[-1][1]:
+            last = pools.pop()
+            pool = (last[0] + pool[0], last[1] + pool[1], last[2] + pool[2])
+        pools.append(pool)
+    return torch.tensor([total / weight for total, weight, bands in pools for _ in range(bands)], dtype=torch.float64)
