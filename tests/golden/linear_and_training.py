@@ -1,7 +1,7 @@
 """Answers of the linear loss and of a short training, recorded before both were rewritten.
 
-`python -m tests.golden.linear_and_training` writes the files again: only where a change of numbers is meant. The checkpoint
-was written by version 0.1, which nobody can repeat.
+`python -m tests.golden.linear_and_training` writes the files again: only where a change of numbers is meant. The
+checkpoint was written by version 0.1 and stays.
 """
 
 from __future__ import annotations

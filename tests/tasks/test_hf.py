@@ -205,7 +205,7 @@ def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.Monk
     monkeypatch.setattr(body.encoder, "forward", watched)
 
     class OnGpu(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
+        is_cuda = True
 
     with torch.no_grad():
         expected = body(**inputs)
@@ -216,7 +216,7 @@ def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.Monk
             assert not body._makes_masks_in_vain(inputs["attention_mask"])  # on the CPU nothing is recorded
             assert torch.equal(body(**pretending).as_subclass(torch.Tensor), expected)
     assert seen == [(4, 12), (4, 12), (4, 1, 1, 12)]
-    body.encoder.config._attn_implementation = "sdpa"  # fused: makes none
+    monkeypatch.setattr(body.encoder.config, "_attn_implementation", "sdpa")  # fused: makes none
     assert not body._makes_masks_in_vain(pretending["attention_mask"])
 
 
