@@ -281,7 +281,7 @@ def test_solved_rows_are_skipped_and_the_others_are_not(tmp_path: Path) -> None:
     run.epochs = [{} for _ in range(6)]
     run.train()
     assert len(run.epochs[0]) == ROWS
-    assert sum(map(len, run.epochs)) < 0.8 * 6 * ROWS
+    assert sum(map(len, run.epochs)) < 0.9 * 6 * ROWS  # of few rows, many are alone in their band and visited
     for seen, after in zip(run.epochs, run.epochs[1:], strict=False):
         assert {row for row, solved in seen.items() if not solved} <= set(after)
 

@@ -104,7 +104,7 @@ class Options:
     accu_steps: int = _margin("batches in a step of --as-speed-up at most; 2", 2)
     accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
     skip_solved: bool = _margin("leave solved rows out of training and screen them again later", False)
-    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.005")
+    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.02")
 
     evaluation_strategy: str | None = _when(
         "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
