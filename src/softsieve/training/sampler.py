@@ -192,7 +192,7 @@ class SolvedSampler(Sampler[int]):
 
     def _counted(self, passes: Tensor, bands: Tensor, failed: Tensor) -> Tensor:
         """With so many more; old ones fade by half over a sixteenth of the data, for the model moves on."""
-        passes = passes * 0.5 ** (16 * len(bands) / self.num_samples)
+        passes = passes * 0.5 ** (len(bands) / max(self.num_samples / 16, 512))
         return passes.index_add(1, bands, torch.stack([torch.ones(len(bands)), failed]).double())
 
     def __iter__(self) -> Iterator[int]:
