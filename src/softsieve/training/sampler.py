@@ -20,6 +20,7 @@ LOWEST, LEADING = 1, 2 + len(BELOW)  # the first band of rows that were seen, an
 BANDS = LEADING + len(ABOVE)
 UNSEEN = -2.0  # the margin of a row that was never seen
 LAST = 2**30  # the epoch beyond which nobody trains
+FADE = 256  # rows over which what is known fades by half at least: rates of fewer say little
 SLIPS = 0.08  # share of rows with a gradient in training that is few enough to leave out all rows of their band
 
 
@@ -191,8 +192,8 @@ class SolvedSampler(Sampler[int]):
         return index, torch.where(values.bool(), self._edges[up - LOWEST - 1], -1.0)
 
     def _counted(self, passes: Tensor, bands: Tensor, failed: Tensor) -> Tensor:
-        """With so many more; old ones fade by half over a sixteenth of the data, for the model moves on."""
-        passes = passes * 0.5 ** (len(bands) / max(self.num_samples / 16, 512))
+        """With so many more; old ones fade by half over a sixteenth of the data, or `FADE` rows: the model moves on."""
+        passes = passes * 0.5 ** (len(bands) / max(self.num_samples / 16, FADE))
         return passes.index_add(1, bands, torch.stack([torch.ones(len(bands)), failed]).double())
 
     def __iter__(self) -> Iterator[int]:
