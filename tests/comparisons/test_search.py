@@ -283,7 +283,7 @@ def test_a_search_without_any_result_says_why(weather: Path, tmp_path: Path, mon
     assert done.exit_code == 1
     assert "2 of 2 rows were left out" in done.stderr
     assert len(json.loads((tmp_path / "found.json").read_text())["results"]) == 6
-    assert (tmp_path / "found.md").read_text().startswith("Made with\n\n```\nsoftsieve ")
+    assert (tmp_path / "found.md").read_text().startswith("Made with\n\n```\nsoftsieve")
 
 
 def test_trials_are_on_record_when_all_runs_fail(

@@ -220,7 +220,7 @@ def test_files_from_before_there_were_two_multilabel_rules(tmp_path: Path) -> No
     task = Task.load(tmp_path)
     assert task.objective == MultiLabelASSoftmax(delta=0.2, against="labels", reduction="none")
     task.save(tmp_path, MultiLabelASSoftmax())
-    assert Task.load(tmp_path).objective == MultiLabelASSoftmax(delta=0.5, against="threshold")
+    assert Task.load(tmp_path).objective == MultiLabelASSoftmax(delta=0.7, against="threshold")
     (tmp_path / FILE).write_text(json.dumps({**TEXT, "objective": {**old, "ignore_index": -100}}))
     assert Task.load(tmp_path).objective == make_objective("as-softmax", delta=0.2, reduction="none")
 

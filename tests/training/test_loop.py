@@ -278,7 +278,7 @@ def test_the_sampler_hears_of_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     for deltas in heard.values():
         assert deltas == sorted(deltas, reverse=True)
         assert deltas[0] > 0.5
-        assert deltas[-1] == pytest.approx(0.2)
+        assert deltas[-1] == pytest.approx(0.2, abs=0.01)  # the last screening may be a little earlier
 
 
 def test_screening_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
