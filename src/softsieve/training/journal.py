@@ -102,4 +102,5 @@ def _tensorboard(output: Path, purge_step: int | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:  # the package tensorboard is an extra
         return None
-    return SummaryWriter(str(output / "tensorboard"), purge_step=purge_step)
+    # Its thread may sleep so long when Ctrl-C came while it was being told of a line: two minutes unless said.
+    return SummaryWriter(str(output / "tensorboard"), purge_step=purge_step, flush_secs=10)
