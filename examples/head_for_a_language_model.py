@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from softsieve.integrations.transformers import accelerate_head, restore_head
 
-WORDS, HIDDEN = 50_000, 64
+WORDS, HIDDEN = 50_000, 256
 
 torch.manual_seed(0)
 config = LlamaConfig(
