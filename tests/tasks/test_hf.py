@@ -194,7 +194,7 @@ def test_masks_as_numbers_give_the_same_bits() -> None:
 
 def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     body, inputs = small_mpnet()
-    assert not body._makes_masks_in_vain(inputs["attention_mask"])
+    assert not body._needs_numbers(inputs["attention_mask"])
     seen: list[torch.Size] = []
     encode = body.encoder.forward
 
@@ -212,12 +212,12 @@ def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.Monk
         pretending = {**inputs, "attention_mask": inputs["attention_mask"].as_subclass(OnGpu)}
         for capturing in (False, True):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-            assert body._makes_masks_in_vain(pretending["attention_mask"]) == capturing
-            assert not body._makes_masks_in_vain(inputs["attention_mask"])  # on the CPU nothing is recorded
+            assert body._needs_numbers(pretending["attention_mask"]) == capturing
+            assert not body._needs_numbers(inputs["attention_mask"])  # on the CPU nothing is recorded
             assert torch.equal(body(**pretending).as_subclass(torch.Tensor), expected)
     assert seen == [(4, 12), (4, 12), (4, 1, 1, 12)]
     monkeypatch.setattr(body.encoder.config, "_attn_implementation", "sdpa")  # fused: makes none
-    assert not body._makes_masks_in_vain(pretending["attention_mask"])
+    assert not body._needs_numbers(pretending["attention_mask"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -44,14 +44,14 @@ class PretrainedBody(Body):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         attended = inputs.pop("attention_mask")
-        mask = _as_numbers(attended) if self._makes_masks_in_vain(attended) else attended
+        mask = _as_numbers(attended) if self._needs_numbers(attended) else attended
         hidden: Tensor = self.encoder(attention_mask=mask, **inputs).last_hidden_state  # (rows, positions, features)
         if not self.per_word:
             share = attended.unsqueeze(-1).to(hidden.dtype)
             hidden = (hidden * share).sum(1) / share.sum(1)
         return self.dropout(hidden)  # type: ignore[no-any-return]
 
-    def _makes_masks_in_vain(self, mask: Tensor) -> bool:
+    def _needs_numbers(self, mask: Tensor) -> bool:
         """Whether a CUDA graph is being recorded of attention that is not fused, whose masks copy from the host."""
         fused: bool = getattr(self.encoder.config, "_attn_implementation", "") != "eager"
         return not fused and mask.is_cuda and torch.cuda.is_current_stream_capturing()

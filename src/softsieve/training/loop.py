@@ -90,10 +90,8 @@ class Trainer:
         """Tell the sampler what training showed."""
         if self.state.pending:
             index = self.state.pending_rows()
-            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "margin"))[
-                index.to(self.replica.device)
-            ]
-            self.sampler.update(index, values.cpu(), **self._delta)
+            values: Tensor = getattr(self.results, getattr(self.sampler, "wants", "margin"))
+            self.sampler.update(index, values[index.to(self.replica.device)].cpu(), **self._delta)
             self.state.pending = []
 
     @property
