@@ -50,7 +50,7 @@ class SolvedSampler(Sampler[int]):
         delta: that of the loss, in [0, 1].
         tolerance: expected share of rows that have relapsed and are left out all the same, in [0, 1]; 0: none. A
             target, not a bound: the rates are an epoch old, and of few rows rough. Simulations went up to two thirds
-            above it with 20,000 rows, and to twice as high with 2,000.
+            above it with 20,000 rows, and to 2.2 times as high with 2,000.
         recheck: share of the rows left out that is always visited again, in (0, 1].
         screen_above: chance of being left out above which a row is worth a forward pass of its own, in [0, 1]; 0: any.
             A forward pass is about a third of a training pass.
