@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +19,18 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []  # of recordings that failed: torch's a
 class Graphed:
     """A function of tensors, replayed as a CUDA graph for each shape of its arguments that it meets often enough.
 
+    Positional arguments are no tensors and are part of what is recorded: every value of them has graphs of its own.
+
     The first ``warmup`` calls with a shape run as they are; the next records the graph that it and all later ones
     replay. So no call is made twice or in vain, and a function that trains, trains exactly once a call. Outputs belong
-    to the graph: the next call with the same shapes overwrites them.
+    to the graph: the next call overwrites them, for all graphs of a function share their memory.
 
     What cannot be recorded, because it copies from the CPU for instance, runs as it is from then on, with one warning.
     A recording does nothing on the device, so that the call which failed to record is still made once.
 
     Args:
-        function: called with keyword tensors; all it changes must be tensors that stay where they are, and it may not
-            read their values from Python.
+        function: called with what it is given; all it changes must be tensors that stay where they are, and it may
+            not read their values from Python.
         warmup: calls before recording, at least 1: lazily made state, such as an optimizer's, must not be made by a
             graph.
         limit: the most graphs; further shapes run without.
@@ -38,41 +41,45 @@ class Graphed:
         self.records = True  # until a recording fails
         self.calls: dict[tuple[object, ...], int] = {}
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Outputs]] = {}
+        self.pool: Any = None  # of memory, made with the first graph
 
-    def __call__(self, **inputs: Tensor) -> Outputs:
-        key = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+    def __call__(self, *fixed: Hashable, **inputs: Tensor) -> Outputs:
+        key = (*fixed, *((name, value.shape, value.dtype) for name, value in inputs.items()))
         if key not in self.graphs:
             self.calls[key] = self.calls.get(key, 0) + 1
             if not self.records or self.calls[key] <= self.warmup or len(self.graphs) == self.limit:
-                return self._run_beside(inputs)
+                return self._run_beside(fixed, inputs)
             try:
-                self.graphs[key] = self._record(inputs)
+                self.graphs[key] = self._record(fixed, inputs)
             except RuntimeError as error:
                 self.records = False
                 _warn(error)
-                return self._run_beside(inputs)
+                return self._run_beside(fixed, inputs)
         graph, static, outputs = self.graphs[key]
         for name, value in inputs.items():
             static[name].copy_(value, non_blocking=True)
         graph.replay()
         return outputs
 
-    def _run_beside(self, inputs: dict[str, Tensor]) -> Outputs:
+    def _run_beside(self, fixed: tuple[Hashable, ...], inputs: dict[str, Tensor]) -> Outputs:
         """Run on a stream of its own, as torch asks of whatever is recorded later."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            outputs = self.function(**inputs)
+            outputs = self.function(*fixed, **inputs)
         torch.cuda.current_stream().wait_stream(stream)
         return outputs
 
-    def _record(self, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Outputs]:
+    def _record(
+        self, fixed: tuple[Hashable, ...], inputs: dict[str, Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Outputs]:
         static = {name: value.clone() for name, value in inputs.items()}
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph, pool = torch.cuda.CUDAGraph(), self.pool
         try:
             # A recording that fails leaves its own stream the current one; the outer context brings ours back.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
-                outputs = self.function(**static)
+                outputs = self.function(*fixed, **static)
         except RuntimeError:
             graph.reset()
             _BROKEN.append(graph)

@@ -117,7 +117,7 @@ def test_the_model_means_over_the_text_and_not_over_padding(pretrained: Path) ->
     model = task.model(make_objective("softmax")).eval()
     rows = task.rows(text_data().train)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    inputs = rows.batch(torch.tensor([2]), cut=False).inputs
+    inputs = rows.batch(torch.tensor([2]), positions=rows.inputs["input_ids"].shape[1]).inputs
     logits = model(**inputs)
     torch.testing.assert_close(logits, model(**rows.batch(torch.tensor([2])).inputs))
     hidden = transformers.AutoModel.from_pretrained(pretrained, dtype=torch.float32).eval()(**inputs).last_hidden_state

@@ -26,8 +26,21 @@ def test_batch_is_cut_to_its_longest_row() -> None:
     batch = rows.batch(index)
     assert torch.equal(batch.inputs["features"], rows.inputs["features"][index, :longest])
     assert torch.equal(batch.target, rows.target[index, :longest])
-    whole = rows.batch(index, cut=False)
-    assert whole.inputs["features"].shape[1] == whole.target.shape[1] == 9
+    for positions in (6, 9):
+        longer = rows.batch(index, positions=positions)
+        assert torch.equal(longer.inputs["features"], rows.inputs["features"][index, :positions])
+        assert torch.equal(longer.target, rows.target[index, :positions])
+
+
+def test_rounded_positions_hold_every_row_and_are_few() -> None:
+    lengths = torch.arange(1, 301)
+    rows = Rows({}, torch.zeros(300), lengths=lengths)
+    rounded = [rows.positions(torch.tensor([row]), rounded=True) for row in range(300)]
+    assert all(length <= up <= max(8, 1.34 * length) or length < 25 for length, up in enumerate(rounded, 1))
+    assert sorted(set(rounded)) == [8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 300]
+    assert rows.positions(torch.tensor([3, 11])) == 12
+    assert rows.positions(torch.tensor([3, 11]), rounded=True) == 16
+    assert points(5).positions(torch.arange(5), rounded=True) == 0
 
 
 def test_only_sequences_are_cut() -> None:

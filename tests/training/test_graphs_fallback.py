@@ -124,7 +124,7 @@ def test_training_steps_are_made_once_each(device: Device) -> None:
         with contextlib.nullcontext() if plain else pytest.warns(UserWarning, match=COPY):
             for index in torch.split(torch.arange(64), 8):
                 if plain:
-                    steps.step(index)
+                    steps.step(0, index)
                 else:
                     steps.run(index, 1)
         ends.append(made.weights())

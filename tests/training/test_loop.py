@@ -339,7 +339,7 @@ def test_infobatch_weights_enter_the_loss() -> None:
         ends.append(made.model.head.weight.grad.clone())
         assert torch.equal(made.results.loss, F.cross_entropy(made.model(**rows.inputs), rows.target, reduction="none"))
         shown = made.results.tally[0].clone()
-        GraphSteps(made.replica, made.train, made.results, made.settings).step(torch.arange(100))
+        GraphSteps(made.replica, made.train, made.results, made.settings).step(0, torch.arange(100))
         torch.testing.assert_close(made.results.tally[0], 2 * shown)  # what is logged has no weights, in a graph or not
     torch.testing.assert_close(3 * ends[0], ends[1])
 
@@ -552,7 +552,7 @@ def test_tokens() -> None:
 def test_tokens_are_solved_when_all_that_count_are() -> None:
     made = trainer(tokens(40), delta=0.1)
     rows = made.train
-    logits, row = made.replica.row_losses(rows.batch(torch.arange(40), cut=False))
+    logits, row = made.replica.row_losses(rows.batch(torch.arange(40), positions=rows.target.shape[1]))
     _, positions, margins = made.replica.objective(logits, rows.target)
     assert positions is not None
     assert margins is not None

@@ -64,12 +64,30 @@ class Rows:
             checksum = zlib.crc32(content.data, zlib.crc32(header, checksum))
         return checksum
 
-    def batch(self, index: Tensor, *, cut: bool = True) -> Batch:
-        """The rows ``index`` (on the CPU), cut to the longest of them unless every batch must have one shape."""
-        longest = int(self.lengths[index].max()) if cut and self.lengths is not None else None
+    def positions(self, index: Tensor, *, rounded: bool = False) -> int:
+        """Of the longest of the rows ``index`` (on the CPU), 0 where rows have no lengths.
+
+        Rounded up there are at most four between a number and its double, so that many batches have the same shape.
+
+        Example:
+            >>> rows = Rows({}, torch.zeros(3), lengths=torch.tensor([3, 65, 100]))
+            >>> [rows.positions(torch.tensor([row]), rounded=True) for row in range(3)]
+            [8, 80, 100]
+        """
+        if self.lengths is None or len(index) == 0:
+            return 0
+        longest = int(self.lengths[index].max())
+        if rounded:
+            step = max(8, 1 << max(0, (longest - 1).bit_length() - 3))
+            longest = min(-(-longest // step) * step, int(self.lengths.max()))
+        return longest
+
+    def batch(self, index: Tensor, *, positions: int | None = None) -> Batch:
+        """The rows ``index``, cut to so many positions, or, of an index on the CPU, to the longest of them."""
+        length = self.positions(index) if positions is None else positions
         index = index.to(self.target.device, non_blocking=True)
 
         def pick(name: str, value: Tensor) -> Tensor:
-            return (value[:, :longest] if name in self.sequences else value)[index]
+            return (value[:, :length] if name in self.sequences else value)[index]
 
         return Batch({n: pick(n, v) for n, v in self.inputs.items()}, pick("target", self.target))

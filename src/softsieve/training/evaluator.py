@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from softsieve._graphs import Graphed
 from softsieve.tasks.rows import Rows
 from softsieve.training.replica import Replica, count_labels
+from softsieve.training.steps import MOST_GRAPHS
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
 
@@ -42,28 +43,35 @@ class Evaluator:
         """Forward pass over some rows; every call has the same number of them."""
         replica = self.replica
 
-        def forward(index: Tensor) -> tuple[Tensor, ...]:
+        def forward(positions: int | None, index: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
-                logits, row = replica.row_losses(rows.batch(index, cut=not replica.graphs))
+                logits, row = replica.row_losses(rows.batch(index, positions=positions))
                 return self.judge.decide(logits), row.loss.float(), row.margin
 
-        return Graphed(forward) if replica.graphs else forward
+        return Graphed(forward, limit=MOST_GRAPHS) if replica.graphs else forward
 
     def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Answers of the rows ``index``, in their order, their losses and margins."""
+        """Answers of the rows ``index``, in their order, their losses and margins; rows of like length go together."""
         replica, forward = self.replica, self._kept.get(id(rows)) or self._make_forward_pass(rows)
         size = self.batch_size * replica.ranks
+        order = None if rows.lengths is None else rows.lengths[index].argsort(stable=True)
+        index = index if order is None else index[order]
         parts = []
         with replica.in_eval_mode():
             for some in torch.split(index, size):
                 share, _ = replica.share(some, size if replica.graphs else 0)
-                outputs = forward(index=share.to(replica.device) if replica.graphs else share)
+                positions = rows.positions(some, rounded=True) if replica.graphs else None
+                outputs = forward(positions, index=share.to(replica.device) if replica.graphs else share)
                 if replica.ranks > 1 and outputs[0].ndim > 1:  # processes may have cut their part differently
                     outputs = replica.accelerator.pad_across_processes(outputs[0], dim=1), *outputs[1:]
                 parts.append([replica.gather(value, len(some)).clone() for value in outputs])
         answers, loss, margin = zip(*parts, strict=True)
         width = max(part.shape[-1] for part in answers)
-        return torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(margin)
+        found = torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(margin)
+        if order is None:
+            return found
+        back = order.argsort().to(loss[0].device)
+        return found[0][back], found[1][back], found[2][back]
 
     def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, and the answers they are made from."""

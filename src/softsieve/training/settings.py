@@ -40,7 +40,7 @@ class Settings:
             of it is better; None: of all but the loss.
         patience: evaluations without a better metric before training stops; 0: never.
         precision: of the matrix products.
-        graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16, batches of one length.
+        graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
         seed: of weights, order and dropout.
     """
 

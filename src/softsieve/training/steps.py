@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
 from softsieve.errors import DivergedError
-from softsieve.tasks.rows import Batch, Rows
+from softsieve.tasks.rows import Rows
 from softsieve.training.replica import Replica, RowPass, count_labels
 from softsieve.training.settings import Settings
+
+MOST_GRAPHS = 12  # texts of up to 128 tokens have ten lengths, rounded
 
 
 class RowResults:
@@ -83,17 +85,18 @@ class GraphSteps(EagerSteps):
 
     def run(self, index: Tensor, micro_batches: int) -> None:
         full = len(index) == micro_batches * self.settings.batch_size
-        (self._graphed if full else self.step)(index=index.to(self.replica.device, non_blocking=True))
+        positions = self.rows.positions(index, rounded=True)
+        (self._graphed if full else self.step)(positions, index=index.to(self.replica.device, non_blocking=True))
 
     @cached_property
     def _graphed(self) -> Graphed:
-        return Graphed(self.step)
+        return Graphed(self.step, limit=MOST_GRAPHS)
 
-    def step(self, index: Tensor) -> tuple[Tensor, ...]:
+    def step(self, positions: int, index: Tensor) -> tuple[Tensor, ...]:
         """What is recorded."""
         optimizer = self.replica.optimizer.optimizer
         optimizer.zero_grad()
-        batch = Batch({k: v[index] for k, v in self.rows.inputs.items()}, self.rows.target[index])
+        batch = self.rows.batch(index, positions=positions)
         _, rows = self.replica.row_losses(batch)
         weight = self.results.weight[index]
         count = count_labels(batch.target, weight)
