@@ -41,6 +41,7 @@ class Graphed:
         self.records = True  # until a recording fails
         self.calls: dict[tuple[object, ...], int] = {}
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Outputs]] = {}
+        self.stream: Any = None  # beside ours, for what is not recorded
         self.pool: Any = None  # of memory, made with the first graph
 
     def __call__(self, *fixed: Hashable, **inputs: Tensor) -> Outputs:
@@ -63,7 +64,9 @@ class Graphed:
 
     def _run_beside(self, fixed: tuple[Hashable, ...], inputs: dict[str, Tensor]) -> Outputs:
         """Run on a stream of its own, as torch asks of whatever is recorded later."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self.stream is None:  # one for all calls: memory that one stream gave back is of no use to another
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             outputs = self.function(*fixed, **inputs)
