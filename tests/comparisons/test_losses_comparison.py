@@ -24,7 +24,7 @@ ONCE = ("--epochs", "1")  # where nothing has to be learnt
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
     rows = [word for row in ("softmax", "as-softmax", "as-skip") for word in ("--row", row)]
-    few = ["--epochs", "4", "--batch-size", "8", "--learning-rate", "1e-2"]
+    few = ["--epochs", "4", "--batch-size", "8", "--learning-rate", "1e-2", "--skip-after", "0"]
     return ["compare", "--task", str(data), *rows, "--seeds", "2", "--out", str(out), *few, *more]
 
 

@@ -621,7 +621,7 @@ ENTRIES: dict[str, Entry] = {
             **dict.fromkeys(
                 ("epochs", "batch_size", "eval_batch_size", "speed_steps", "eval_steps", "save_steps"), "whole"
             ),
-            **dict.fromkeys(("save_total_limit", "logging_steps", "patience", "seed"), "whole"),
+            **dict.fromkeys(("save_total_limit", "logging_steps", "patience", "seed", "skip_after"), "whole"),
             **dict.fromkeys(("learning_rate", "weight_decay", "warmup_ratio", "max_grad_norm", "delta"), "number"),
             **dict.fromkeys(
                 ("initial_delta", "delta_ratio", "speed_lambda", "tolerance", "recheck", "screen_above"), "number"

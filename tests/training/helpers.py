@@ -93,7 +93,8 @@ def trainer(
     **settings: Any,
 ) -> Trainer:
     """A trainer of a `Net` with settings that learn `points` in a few dozen steps."""
-    chosen: dict[str, Any] = {"batch_size": 8, "epochs": 2, "learning_rate": 0.01, "logging_steps": 1, **settings}
+    chosen: dict[str, Any] = {"batch_size": 8, "epochs": 2, "learning_rate": 0.01, "logging_steps": 1, "skip_after": 0}
+    chosen |= settings
     made = Settings(**chosen)
     multilabel = train.target.dtype == torch.bool
     return Trainer(

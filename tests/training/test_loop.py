@@ -17,9 +17,9 @@ from softsieve.reference import as_multilabel_stats
 from softsieve.tasks.rows import Rows
 from softsieve.training import InfoBatchSampler, SelectiveBackpropSampler, SeTaSampler, SolvedSampler
 from softsieve.training.checkpoint import checkpoints, load_checkpoint
-from softsieve.training.loop import Trainer
+from softsieve.training.loop import Result, Trainer
 from softsieve.training.settings import SKIP, Settings
-from softsieve.training.steps import GraphSteps
+from softsieve.training.steps import EagerSteps, GraphSteps
 from tests.helpers import default_dtype
 from tests.training.helpers import CLASSES, Judge, Net, equal_weights, flags, points, tokens, trainer
 
@@ -211,6 +211,31 @@ def test_skipping_nothing_is_the_plain_run() -> None:
         assert isinstance(made.sampler, SolvedSampler)
         assert made.sampler.solved.any()
     assert equal_weights(*ends)
+
+
+def test_nothing_is_left_out_before_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 13 steps an epoch, 5 epochs: the first 40 are those of the plain run, and all are with 65."""
+    taken: list[Tensor] = []
+    run = EagerSteps.run
+
+    def watched(self: EagerSteps, index: Tensor, micro_batches: int) -> None:
+        taken.append(index)
+        run(self, index, micro_batches)
+
+    monkeypatch.setattr(EagerSteps, "run", watched)
+
+    def steps(**options: Any) -> tuple[list[Tensor], Result]:
+        taken.clear()
+        result = trainer(points(100), epochs=5, **options).fit()
+        return list(taken), result
+
+    plain, _ = steps()
+    ends = {after: steps(skip="solved", skip_after=after, eval_batch_size=16) for after in (0, 40, 65)}
+    assert len(plain) == len(ends[65][0]) == 65
+    for after, (rows, _) in ends.items():
+        assert all(torch.equal(one, other) for one, other in zip(plain[:after], rows[:after], strict=True))
+    assert ends[65][1].screened == 0
+    assert ends[0][1].trained < ends[40][1].trained < 500
 
 
 @pytest.mark.parametrize("skip_margin", [None, 0.2])

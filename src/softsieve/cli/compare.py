@@ -37,6 +37,7 @@ def compare(
     learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
     delta: Annotated[float | None, typer.Option(min=0, max=1, help="instead of the recipe's")] = None,
     skip_margin: Annotated[float | None, typer.Option(help="of rows that skip, instead of a measured one")] = None,
+    skip_after: Annotated[int | None, typer.Option(min=0, help="steps before rows skip, instead of 256")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
     search: Annotated[
         int | None, typer.Option(min=1, help="trials of each row, on validation rows, to choose its settings by")
@@ -57,6 +58,7 @@ def compare(
         "learning_rate": learning_rate,
         "delta": delta,
         "skip_margin": skip_margin,
+        "skip_after": skip_after,
     }
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():

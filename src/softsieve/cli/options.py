@@ -105,6 +105,7 @@ class Options:
     accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
     skip_solved: bool = _margin("leave out rows that lead safely and screen them again later", False)
     skip_margin: float | None = _margin("lead from which --skip-solved leaves rows out; measured while training")
+    skip_after: int | None = _margin("optimizer steps before --skip-solved leaves anything out; 256")
     tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.01")
 
     evaluation_strategy: str | None = _when(
@@ -248,7 +249,7 @@ def make_settings(
         )
     if options.fp16 and options.bf16:
         raise InputError("precision: expected fp16 or bf16, found both")
-    for name in ("skip_margin", "tolerance"):
+    for name in ("skip_margin", "skip_after", "tolerance"):
         if getattr(options, name) is not None and not options.skip_solved:
             raise InputError(f"{name}: expected only with --skip_solved")
     epochs = float(either(options.num_train_epochs, "epochs"))
@@ -276,6 +277,7 @@ def make_settings(
         speed_lambda=options.accu_lambda,
         skip="solved" if options.skip_solved else "no",
         skip_margin=options.skip_margin,
+        skip_after=Settings.skip_after if options.skip_after is None else options.skip_after,
         tolerance=Settings.tolerance if options.tolerance is None else options.tolerance,
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 # Settings of a resumed run; the policy of skipping changes with versions.
 MAY_DIFFER = (
-    "save_steps", "save_total_limit", "logging_steps", "skip_margin", "tolerance", "recheck", "screen_above",
+    "save_steps", "save_total_limit", "logging_steps", "skip_margin", "skip_after", "tolerance", "recheck",
+    "screen_above",
 )  # fmt: skip
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DIGEST = "digest"  # of the rest of a state

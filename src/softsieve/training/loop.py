@@ -107,6 +107,8 @@ class Trainer:
             return rows[self.sampler.choose(self.evaluator.answers(self.train, rows)[1].cpu())]
         if not isinstance(self.sampler, SolvedSampler) or self.settings.skip != "solved":
             return rows
+        if self.state.step < self.settings.skip_after:
+            return rows
         self.update_sampler()
         worth = self.sampler.worth_screening(rows)
         if not worth.any():
@@ -169,7 +171,10 @@ class Trainer:
         s, state, ranks = self.settings, self.state, self.replica.ranks
         if not state.in_epoch:
             self.update_sampler()
-            self.sampler.next_epoch()
+            if isinstance(self.sampler, SolvedSampler):
+                self.sampler.next_epoch(whole=state.step < s.skip_after)
+            else:
+                self.sampler.next_epoch()
             state.in_epoch, state.position = True, 0
         if (weights := getattr(self.sampler, "weights", None)) is not None:
             self.results.weight.copy_(weights)

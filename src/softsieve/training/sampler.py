@@ -212,12 +212,15 @@ class SolvedSampler(Sampler[int]):
         """The rows of the plan that are this rank's."""
         return self.plan[self.rank * len(self) : (self.rank + 1) * len(self)]
 
-    def next_epoch(self) -> Tensor:
-        """Begin an epoch: take in what all ranks saw in the last one and return the rows to visit now, in order."""
+    def next_epoch(self, *, whole: bool = False) -> Tensor:
+        """Begin an epoch: take in what all ranks saw in the last one and return the rows to visit now, in order.
+
+        A ``whole`` one visits all, for a loop that has reason not to leave anything out yet.
+        """
         if self._started:
             self._take_in()
             self.epoch += 1
-            self.plan = self._draw()
+            self.plan = self._draw(whole=whole)
         self._started, self._over, self._resume_at = True, False, None
         return self.plan
 
@@ -244,10 +247,10 @@ class SolvedSampler(Sampler[int]):
         self._picked = torch.rand(self.num_samples, generator=generator, dtype=torch.float32) < self.recheck
         return generator
 
-    def _draw(self) -> Tensor:
+    def _draw(self, *, whole: bool = False) -> Tensor:
         """The rows of this epoch in random order, a multiple of ``num_replicas`` of them."""
         generator = self._generator()
-        bands, visit = self.bands(self.margins), self.margins < self.skip_margin
+        bands, visit = self.bands(self.margins), (self.margins < self.skip_margin) | whole
         allowance = self.tolerance * self.num_samples  # relapsed rows that may go unnoticed
         # The same orders whatever is known: skipping nothing is the plain run.
         turn, order = (torch.randperm(self.num_samples, generator=generator) for _ in range(2))

@@ -14,7 +14,7 @@ from softsieve.training.speed import ASSpeed
 
 SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
-NEWER = ("loss_options", "skip_margin")  # than the first version
+NEWER = ("loss_options", "skip_margin", "skip_after")  # than the first version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Settings:
         skip: ``"solved"`` leaves out what AS-Softmax has solved (`SolvedSampler`); ``"infobatch"``,
             ``"selective-backprop"`` and ``"seta"`` follow its rivals.
         skip_margin, tolerance, recheck, screen_above: policy of `SolvedSampler`, whose ``margin`` is the first.
+        skip_after: optimizer steps before ``"solved"`` leaves anything out: where there are few, none can be spared.
         eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
             evaluation means once an epoch, for checkpoints never.
         metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``, and whether more
@@ -62,6 +63,7 @@ class Settings:
     merge: bool = True
     skip: str = "no"
     skip_margin: float | None = None
+    skip_after: int = 256
     tolerance: float = 0.01
     recheck: float = 0.05
     screen_above: float = 1 / 3
@@ -81,7 +83,7 @@ class Settings:
             raise ValueError("learning_rate: expected a number above 0, found 0")
         for name in ("epochs", "batch_size", "eval_batch_size", "speed_steps", "logging_steps", "save_total_limit"):
             _checks.whole_number(name, getattr(self, name), 1, 2**31)
-        for name in ("eval_steps", "save_steps", "patience", "seed"):
+        for name in ("eval_steps", "save_steps", "patience", "seed", "skip_after"):
             _checks.whole_number(name, getattr(self, name), 0, 2**31)
         for name in ("weight_decay", "max_grad_norm"):
             _checks.number(name, getattr(self, name), 0)
@@ -147,4 +149,6 @@ class Settings:
         values = dataclasses.asdict(self)
         if self.loss_options is not None:
             values["loss_options"] = dict(self.loss_options)
+        if self.skip != "solved":
+            values["skip_after"] = None
         return {name: value for name, value in values.items() if name not in NEWER or value is not None}
