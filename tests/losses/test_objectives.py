@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -30,7 +31,7 @@ def test_the_registry_holds_the_rows_of_the_paper() -> None:
         "am-softmax",
         "as-softmax",
     ]
-    assert list(MULTI_LABEL) == ["softmax", "as-softmax"]
+    assert list(MULTI_LABEL) == ["softmax", "bce", "focal-bce", "asymmetric", "as-softmax"]
 
 
 def sparse_softmax(x: Tensor, t: int, k: int) -> Tensor:
@@ -174,6 +175,45 @@ def test_multilabel_objectives(reduction: str) -> None:
     assert make_objective("as-softmax", multilabel=True) == MultiLabelASSoftmax(delta=0.7, against="threshold")
 
 
+def by_class(x: float, y: int, *, gamma: tuple[float, float], clip: float = 0.0) -> float:
+    """Of one class, as the papers write it; gamma of a negative and of a positive."""
+    p = 1 / (1 + math.exp(-x))
+    right = p if y else min(1, 1 - p + clip)
+    return -((1 - right) ** gamma[y]) * math.log(max(right, 1e-8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "formula"),
+    [
+        ("bce", {}, {"gamma": (0, 0)}),
+        ("focal-bce", {}, {"gamma": (2, 2)}),
+        ("focal-bce", {"gamma": 0.5}, {"gamma": (0.5, 0.5)}),
+        ("asymmetric", {}, {"gamma": (4, 1), "clip": 0.05}),
+        ("asymmetric", {"gamma_negative": 2, "gamma_positive": 0, "clip": 0}, {"gamma": (2, 0)}),
+    ],
+)
+def test_rivals_for_many_labels(name: str, options: dict[str, Any], formula: dict[str, Any]) -> None:
+    logits, target = torch.randn(9, 5, dtype=torch.float64) * 3, torch.randint(2, (9, 5))
+    rows = [
+        sum(by_class(x, y, **formula) for x, y in zip(*row, strict=True))
+        for row in zip(logits.tolist(), target.tolist(), strict=True)
+    ]
+    expected = torch.tensor(rows, dtype=torch.float64)
+    for reduction, value in {"none": expected, "sum": expected.sum(), "mean": expected.mean()}.items():
+        made = make_objective(name, multilabel=True, reduction=reduction, **options)
+        for flags in (target, target.bool(), target.float()):
+            torch.testing.assert_close(made(logits, flags).loss, value, rtol=1e-9, atol=1e-12)
+        assert made(logits, target)[1:] == (None, None)
+    loss = make_objective(name, multilabel=True, **options)
+    assert torch.autograd.gradcheck(lambda x: loss(x, target).loss, logits.requires_grad_())
+    far = torch.tensor([[90.0, -90.0], [-90.0, 90.0]], requires_grad=True)  # right and wrong beyond doubt
+    loss(far, torch.tensor([[1, 0], [1, 0]])).loss.backward()  # type: ignore[no-untyped-call]
+    assert far.grad is not None
+    assert far.grad.isfinite().all()
+    with pytest.raises(ValueError, match="target: expected only 0 and 1, found 2"):
+        loss(logits, target + 1)
+
+
 def test_a_missing_package_is_missed_when_the_objective_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softsieve.losses.objectives.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"sparsemax_loss comes from the package entmax: pip install"):
@@ -183,7 +223,7 @@ def test_a_missing_package_is_missed_when_the_objective_is_made(monkeypatch: pyt
 def test_bad_names_options_and_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"name: expected one of 'softmax', .* found 'hinge'"):
         make_objective("hinge")
-    with pytest.raises(ValueError, match="name: expected one of 'softmax', 'as-softmax', found 'sparsemax'"):
+    with pytest.raises(ValueError, match=r"name: expected one of 'softmax', 'bce', .* found 'sparsemax'"):
         make_objective("sparsemax", multilabel=True)
     with pytest.raises(TypeError, match="softmax: expected options among reduction, ignore_index, found 'delta'"):
         make_objective("softmax", delta=0.1)

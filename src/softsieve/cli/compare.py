@@ -15,7 +15,6 @@ from rich.markdown import Markdown
 from softsieve._files import only_one
 from softsieve.cli.errors import one_line
 from softsieve.comparisons.output import beside
-from softsieve.comparisons.recipes import ROWS
 from softsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +24,9 @@ if TYPE_CHECKING:
 
 def compare(
     task: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
-    row: Annotated[list[str] | None, typer.Option(help="a row of the table, such as as-skip; several; all")] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(help="a row of the table, such as as-skip; several; all that fit the labels")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each row")] = 5,
     first_seed: Annotated[int, typer.Option(min=0, help="seed of the first of them")] = 0,
     model: Annotated[str | None, typer.Option(help="name or folder of a Hugging Face encoder; else built-in")] = None,
@@ -67,7 +68,7 @@ def compare(
 
         jobs = suite.plan(
             task,
-            row or list(ROWS),
+            row or None,
             range(first_seed, first_seed + seeds),
             model=model,
             max_length=max_length,

@@ -78,7 +78,7 @@ class Options:
     do_predict: bool = _training("evaluate on the test data", False)
     loss: str = _training(
         "as-softmax (this if not given), softmax, t-softmax, sparse-softmax, sparsemax, entmax-1.5, label-smoothing or "
-        "am-softmax; multi-label: as-softmax or softmax",
+        "am-softmax; multi-label: as-softmax, softmax (ZLPR), bce, focal-bce or asymmetric",
         "as-softmax",
     )
     num_train_epochs: float | None = _training("passes over the data; 3, and more for the built-in models")

@@ -25,6 +25,7 @@ from softsieve._records import provenance, write_record, write_text
 from softsieve.comparisons.output import beside
 from softsieve.comparisons.recipes import BASELINE, ROWS, recipe
 from softsieve.errors import DivergedError, InputError, first_line
+from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.examples import Data
 from softsieve.tasks.files import read_text
 from softsieve.tasks.hf import read_hidden_size
@@ -62,7 +63,7 @@ class Job:
 
 def plan(
     tasks: Sequence[str],
-    rows: Sequence[str],
+    rows: Sequence[str] | None,
     seeds: Sequence[int],
     *,
     model: str | None,
@@ -70,19 +71,19 @@ def plan(
     data_dir: Path,
     overrides: dict[str, Any],
 ) -> list[Job]:
-    """All runs of a comparison, data set by data set and seed by seed.
+    """All runs of a comparison, data set by data set and seed by seed; rows that are None: all whose loss fits.
 
     Raises:
         InputError: when there are no rows, data sets or seeds, a row is unknown, or names are the same.
         TypeError, ValueError: when a setting has a wrong type or value.
     """
     for what, given in {"task": tasks, "row": rows, "seeds": seeds}.items():
-        if not given:
+        if given is not None and not given:
             raise InputError(f"{what}: expected at least one, found none")
-    for row in rows:
+    for row in rows or ():
         if row not in ROWS:
             raise InputError(f"row: expected one of {', '.join(ROWS)}, found {row!r}")
-    for what, names in {"task": [Path(task).name for task in tasks], "row": rows}.items():
+    for what, names in {"task": [Path(task).name for task in tasks], "row": rows or ()}.items():
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"{what}: expected different names, found {name!r} more than once")
@@ -98,8 +99,15 @@ def plan(
         )
         for task in tasks
         for seed in seeds
-        for row in rows
+        for row in (fitting_rows(task, str(data_dir)) if rows is None else rows)
     ]
+
+
+def fitting_rows(task: str, data_dir: str) -> list[str]:
+    """The rows whose loss is one for the labels of these data."""
+    kind = PRESETS[task].kind if task in PRESETS else read_task(task, data_dir).kind
+    losses = MULTI_LABEL if kind == "multilabel" else SINGLE_LABEL
+    return [row for row, settings in ROWS.items() if settings["loss"] in losses]
 
 
 @lru_cache(maxsize=1)  # jobs come data set by data set

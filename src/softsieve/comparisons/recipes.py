@@ -14,6 +14,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "entmax-1.5": {"loss": "entmax-1.5"},
     "label-smoothing": {"loss": "label-smoothing"},
     "am-softmax": {"loss": "am-softmax"},
+    "bce": {"loss": "bce"},
+    "focal-bce": {"loss": "focal-bce"},
+    "asymmetric": {"loss": "asymmetric"},
     "early-stopping": {"loss": "softmax", "patience": 1},
     "infobatch": {"loss": "softmax", "skip": "infobatch"},
     "selective-backprop": {"loss": "softmax", "skip": "selective-backprop"},
@@ -84,6 +87,8 @@ PARAMETERS = {  # loss -> its own parameter; others have none
     "t-softmax": Parameter("temperature", 0.5, 4.0),
     "sparse-softmax": Parameter("k", 2, 50),
     "entmax-1.5": Parameter("alpha", 1.1, 2),
+    "focal-bce": Parameter("gamma", 0.5, 4),
+    "asymmetric": Parameter("gamma_negative", 1, 6),
 }
 # Steps of a sequence that fills the cube evenly, however long it is (R3: powers of the root of x**4 = x + 1).
 _STEPS = tuple(1.22074408460575947536**-power for power in (1, 2, 3))

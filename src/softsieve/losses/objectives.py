@@ -25,7 +25,9 @@ from softsieve import _checks
 from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
-from softsieve.losses.multilabel import MASKS, as_multilabel_loss
+from softsieve.losses.multilabel import MASKS, as_multilabel_loss, positives
+
+TINY = 1e-12  # powers of less have no slope
 
 
 class Outcome(NamedTuple):
@@ -233,7 +235,10 @@ class ASSoftmax(SingleLabel):
 
 
 class MultiLabelSoftmax(Objective):
-    """The plain multi-label softmax loss: AS with a margin that nothing reaches. Logits above 0 are predicted."""
+    """The plain multi-label softmax loss, also known as ZLPR (arXiv 2208.02955). Logits above 0 are predicted.
+
+    It is AS with a margin that nothing reaches.
+    """
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         return Outcome(as_multilabel_loss(logits, target, delta=1.0, reduction=self.reduction))
@@ -262,6 +267,59 @@ class MultiLabelASSoftmax(Objective):
         return Outcome(loss, stats.solved, stats.margin)
 
 
+class MultiLabelRival(Objective):
+    """A loss of every class by itself, added up over the classes of a row. Logits above 0 are predicted."""
+
+    def classes(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Loss of every class, (..., C), for flags that are floating-point numbers."""
+        return F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
+        _checks.logits(logits)
+        _checks.target(target, logits, multilabel=True)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = self.classes(logits.to(wide), positives(target).to(wide)).sum(-1)
+        if self.reduction == "none":
+            return Outcome(rows)
+        return Outcome(rows.sum() if self.reduction == "sum" else rows.sum() / max(1, rows.numel()))
+
+
+class BCE(MultiLabelRival):
+    """Binary cross-entropy of every class."""
+
+
+@dataclass(kw_only=True)
+class FocalBCE(MultiLabelRival):
+    """Binary cross-entropy times ``(1 - p) ** gamma``, with p the probability of what is right (arXiv 1708.02002)."""
+
+    gamma: float = 2.0
+    limits = (("gamma", 0, 100),)
+
+    def classes(self, logits: Tensor, target: Tensor) -> Tensor:
+        loss = super().classes(logits, target)
+        return loss * (1 - (-loss).exp()).clamp_min(TINY) ** self.gamma
+
+
+@dataclass(kw_only=True)
+class Asymmetric(MultiLabelRival):
+    """Asymmetric loss (arXiv 2009.14119): a focal loss with a ``gamma`` for each side and easy negatives cut off.
+
+    The formula and the defaults are those of ``timm.loss.AsymmetricLossMultiLabel``, which only knows the sum of a
+    batch and needs torchvision.
+    """
+
+    gamma_negative: float = 4.0
+    gamma_positive: float = 1.0
+    clip: float = 0.05
+    limits = (("gamma_negative", 0, 100), ("gamma_positive", 0, 100), ("clip", 0, 0.5))
+
+    def classes(self, logits: Tensor, target: Tensor) -> Tensor:
+        positive, negative = logits.sigmoid(), ((-logits).sigmoid() + self.clip).clamp(max=1)
+        p = torch.where(target == 1, positive, negative)
+        gamma = torch.where(target == 1, self.gamma_positive, self.gamma_negative)
+        return -((1 - p).clamp_min(TINY) ** gamma) * p.clamp(min=1e-8).log()
+
+
 SINGLE_LABEL: dict[str, type[Objective]] = {
     "softmax": Softmax,
     "t-softmax": TSoftmax,
@@ -272,7 +330,13 @@ SINGLE_LABEL: dict[str, type[Objective]] = {
     "am-softmax": AMSoftmax,
     "as-softmax": ASSoftmax,
 }
-MULTI_LABEL: dict[str, type[Objective]] = {"softmax": MultiLabelSoftmax, "as-softmax": MultiLabelASSoftmax}
+MULTI_LABEL: dict[str, type[Objective]] = {
+    "softmax": MultiLabelSoftmax,
+    "bce": BCE,
+    "focal-bce": FocalBCE,
+    "asymmetric": Asymmetric,
+    "as-softmax": MultiLabelASSoftmax,
+}
 
 
 def make_objective(name: str, *, multilabel: bool = False, **options: object) -> Objective:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from softsieve import _checks
-from softsieve.losses.objectives import Objective, make_objective
+from softsieve.losses.objectives import SINGLE_LABEL, Objective, make_objective
 from softsieve.losses.schedule import SHAPES, DeltaSchedule
 from softsieve.training.speed import ASSpeed
 
@@ -115,7 +115,7 @@ class Settings:
         for name in options.keys() & {"delta", "ignore_index", "reduction"}:
             raise ValueError(f"loss_options: expected options that the loss alone has, found {name!r}")
         if options:
-            make_objective(self.loss, **options)
+            make_objective(self.loss, multilabel=self.loss not in SINGLE_LABEL, **options)
         object.__setattr__(self, "loss_options", tuple(sorted(options.items())) or None)
 
     @property
