@@ -179,7 +179,7 @@ def by_class(x: float, y: int, *, gamma: tuple[float, float], clip: float = 0.0)
     """Of one class, as the papers write it; gamma of a negative and of a positive."""
     p = 1 / (1 + math.exp(-x))
     right = p if y else min(1, 1 - p + clip)
-    return -((1 - right) ** gamma[y]) * math.log(max(right, 1e-8))
+    return float(-((1 - right) ** gamma[y]) * math.log(max(right, 1e-8)))
 
 
 @pytest.mark.parametrize(

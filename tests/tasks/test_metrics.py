@@ -15,7 +15,6 @@ from softsieve.tasks.metrics import (
     are_bio,
     class_metrics,
     confusion_matrix_png,
-    multilabel_metrics,
     token_metrics,
 )
 
@@ -26,14 +25,6 @@ def test_classes() -> None:
     # F1 of class 0: precision 1, recall 1/2; of 1: precision 1/3, recall 1; of 2: nothing.
     assert found == pytest.approx({"accuracy": 0.5, "macro_f1": (2 / 3 + 1 / 2 + 0) / 3, "micro_f1": 0.5})
     assert all(type(value) is float for value in found.values())
-
-
-def test_multilabel() -> None:
-    target = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.bool)
-    decided = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    # 3 found of 4, one too many: micro 2 * 3 / (4 + 4); the third label is never right.
-    expected = {"micro_f1": 0.75, "macro_f1": 2 / 3, "accuracy": 1 / 3}
-    assert multilabel_metrics(decided, target) == pytest.approx(expected)
 
 
 def test_entities_are_judged_whole() -> None:

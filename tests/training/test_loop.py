@@ -388,7 +388,7 @@ def test_selective_backprop_screens_everything_and_trains_on_what_it_chooses(
     assert result.screened == made.sampler.screened == 6 * 400
     assert 0.4 * 2400 < result.trained < 0.6 * 2400
     chosen = made.state.pending_rows()
-    loss = made.evaluator.answers(rows, torch.arange(400))[1]
+    loss = made.evaluator.screen(rows, torch.arange(400))[0]
     left = torch.ones(400, dtype=torch.bool).index_fill(0, chosen, False)
     assert loss[chosen].mean() > 2 * loss[left].mean()  # of the last epoch
 
@@ -588,7 +588,7 @@ def test_tokens_are_solved_when_all_that_count_are() -> None:
     worst = [min(margins[i][counted[i]].tolist(), default=1.0) for i in range(40)]  # a row leads as its worst token
     assert row.margin.tolist() == worst
     assert worst.count(1.0) == sum(not some.any() for some in counted) > 0
-    assert torch.equal(made.evaluator.answers(rows, torch.arange(40))[-1], row.margin)
+    assert torch.equal(made.evaluator.screen(rows, torch.arange(40))[1], row.margin)
 
 
 def test_rows_of_many_labels_lead_by_the_threshold() -> None:

@@ -243,14 +243,18 @@ def _say_cost(console: Console, run: Run, rows: int) -> None:
 
 
 def metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Any:
-    """A table of metrics by part of the data; empty parts are left out."""
+    """A table of metrics, a column for each part of the data; empty parts are left out."""
 
-    def column(name: str) -> Callable[[tuple[str, Mapping[str, float]]], str]:
-        return lambda row: f"{row[1][name]:.4f}" if name == "loss" else f"{100 * row[1][name]:.2f}"
+    def column(values: Mapping[str, float]) -> Callable[[str], str]:
+        def cell(name: str) -> str:
+            value = values.get(name)
+            return "" if value is None else f"{value:.4f}" if name == "loss" else f"{100 * value:.2f}"
 
-    names = dict.fromkeys(name for values in metrics.values() for name in values)
-    columns = {name if name == "loss" else f"{name} %": column(name) for name in names}
-    return table([row for row in metrics.items() if row[1]], {"": lambda row: row[0], **columns})
+        return cell
+
+    names = list(dict.fromkeys(name for values in metrics.values() for name in values))
+    columns = {part: column(values) for part, values in metrics.items() if values}
+    return table(names, {"": lambda name: name if name == "loss" else f"{name} %", **columns})
 
 
 def _draw(console: Console, output: Path, task: Task, rows: Rows | None, decided: Tensor | None) -> None:

@@ -19,12 +19,6 @@ def class_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
     return {"accuracy": _share(decided == target), **_f1(target, decided, "macro", "micro")}
 
 
-def multilabel_metrics(decided: Tensor, target: Tensor) -> dict[str, float]:
-    """Of flags (rows, classes). Accuracy: all flags of the row are right."""
-    right = (decided.bool() == target.bool()).all(1)
-    return {**_f1(target.bool(), decided.bool(), "micro", "macro"), "accuracy": _share(right)}
-
-
 def _f1(target: Tensor, decided: Tensor, *averages: str) -> dict[str, float]:
     f1_score = package("sklearn.metrics", "measuring F1").f1_score
     sides = target.numpy(), decided.numpy()

@@ -26,7 +26,8 @@ class Rows:
 
     Args:
         inputs: arguments of the model, each (rows, ...).
-        target: class labels (rows,), flags (rows, classes) for multi-label or labels (rows, positions) for tokens.
+        target: class labels (rows,), flags (rows, classes) for multi-label or labels (rows, positions) for tokens; for
+            multi-label with many classes see `LabelRows`.
         lengths: number of positions of every row, for sequences padded at the end.
         sequences: names of the inputs, or ``"target"``, whose second dimension is positions; a batch is cut to its
             longest row.
@@ -91,3 +92,28 @@ class Rows:
             return (value[:, :length] if name in self.sequences else value)[index]
 
         return Batch({n: pick(n, v) for n, v in self.inputs.items()}, pick("target", self.target))
+
+    def count(self, index: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """Labels of the rows ``index``, or of all, that count, at least 1; those of rows with weight 0 do not.
+
+        Flags count once a row.
+        """
+        counted = self._counts(self.target if index is None else self.target[index])
+        return (counted if weight is None else torch.where(weight > 0, counted, 0)).sum().clamp_min(1)
+
+    def _counts(self, target: Tensor) -> Tensor:
+        """Labels of each row that count."""
+        if target.dtype == torch.bool:
+            return target.new_ones(len(target), dtype=torch.long)
+        return (target != IGNORED).reshape(len(target), -1).sum(-1)
+
+
+class LabelRows(Rows):
+    """Rows with any number of labels: class numbers (rows, most), padded with -100, so many classes cost nothing."""
+
+    def to(self, device: torch.device | str) -> LabelRows:
+        moved = super().to(device)
+        return LabelRows(moved.inputs, moved.target, lengths=self.lengths, sequences=self.sequences)
+
+    def _counts(self, target: Tensor) -> Tensor:
+        return target.new_ones(len(target), dtype=torch.long)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import Tensor, nn
 from softsieve._files import replace_file
 from softsieve.errors import InputError, first_line, shown
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective, make_objective
-from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in
+from softsieve.tasks.encode import BUILT_IN, LENGTH, Encoded, Encoder, built_in, padded
 from softsieve.tasks.examples import KINDS, MEDIA, Data, Examples, as_list, label_names
 from softsieve.tasks.files import parse_json, read_text
 from softsieve.tasks.hf import PretrainedEncoder
-from softsieve.tasks.metrics import class_metrics, multilabel_metrics, token_metrics
+from softsieve.tasks.labels import label_metrics, propensities, rank_labels
+from softsieve.tasks.metrics import class_metrics, token_metrics
 from softsieve.tasks.models import Classifier
-from softsieve.tasks.rows import IGNORED, Rows
+from softsieve.tasks.rows import IGNORED, LabelRows, Rows
 
 FORMAT = 1
 FILE = "task.json"
-MOST_LABELS = 2**20
+MOST_LABELS = 2**23
 
 
 class TokenRows(Rows):
@@ -54,13 +56,15 @@ class Task:
         filler: class of words that the model did not get to see.
         objective: that of a saved model.
         workers: threads that decode images and sounds.
+        counts: of multi-label data, how many training rows have each label, and last how many there are; where it is
+            known, figures of merit are also told with labels weighted by their propensities.
     """
 
     def __init__(
         self, kind: str, labels: list[str], encoder: Encoder, *, filler: int = 0, objective: Objective | None = None,
-        workers: int = 0,
+        workers: int = 0, counts: list[int] | None = None,
     ) -> None:  # fmt: skip
-        self.kind, self.labels, self.encoder = kind, labels, encoder
+        self.kind, self.labels, self.encoder, self.counts = kind, labels, encoder, counts
         self.filler, self.objective, self.workers = filler, objective, workers
 
     @classmethod
@@ -83,16 +87,22 @@ class Task:
         else:
             encoder = PretrainedEncoder.load(model, max_length=max_length, per_word=data.kind == "tokens")
         labels = label_names(data)
-        filler = 0
+        filler, counts = 0, None
+        often = Counter(label for row in data.train.labels for label in as_list(row))
         if data.kind == "tokens":
-            counts = Counter(label for row in data.train.labels for label in row)
-            filler = labels.index("O") if "O" in labels else labels.index(counts.most_common(1)[0][0])
-        return cls(data.kind, labels, encoder, filler=filler, workers=workers)
+            filler = labels.index("O") if "O" in labels else labels.index(often.most_common(1)[0][0])
+        elif data.kind == "multilabel":
+            counts = [*(often[label] for label in labels), len(data.train.inputs)]
+        return cls(data.kind, labels, encoder, filler=filler, workers=workers, counts=counts)
 
     @property
     def multilabel(self) -> bool:
         """Whether a row has any number of labels."""
         return self.kind == "multilabel"
+
+    @cached_property
+    def _propensity(self) -> Tensor | None:
+        return None if self.counts is None else propensities(torch.tensor(self.counts[:-1]), self.counts[-1])
 
     def rows(self, examples: Examples) -> Rows:
         """The examples as tensors. Without labels (an empty list) they are good for prediction only."""
@@ -100,13 +110,11 @@ class Task:
         if encoded.words is not None:
             return self._token_rows(encoded, encoded.words.long(), examples)
         classes = self._classes(examples)
-        if self.multilabel:
-            target = torch.zeros(len(examples.inputs), len(self.labels), dtype=torch.bool)
-            for row, numbers in enumerate(classes):
-                target[row, numbers] = True
-        else:
-            target = torch.tensor([numbers[0] for numbers in classes])
-        return Rows(encoded.inputs, target, lengths=encoded.lengths, sequences=encoded.sequences)
+        cut: dict[str, Any] = {"lengths": encoded.lengths, "sequences": encoded.sequences}
+        if not self.multilabel:
+            return Rows(encoded.inputs, torch.tensor([numbers[0] for numbers in classes]), **cut)
+        target, _ = padded(classes, fill=IGNORED)
+        return LabelRows(encoded.inputs, target, **cut)
 
     def _token_rows(self, encoded: Encoded, words: Tensor, examples: Examples) -> TokenRows:
         labels = torch.full(words.shape, IGNORED)
@@ -147,8 +155,8 @@ class Task:
         return self.model(self.objective)
 
     def decide(self, logits: Tensor) -> Tensor:
-        """Classes (...) of logits (..., classes), flags (..., classes) for multi-label; of a batch, where it is."""
-        return logits > 0 if self.multilabel else logits.argmax(-1)
+        """Classes (...) of logits (..., classes), for multi-label as of `rank_labels`; of a batch, where it is."""
+        return rank_labels(logits) if self.multilabel else logits.argmax(-1)
 
     def by_word(self, decided: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """What was decided for all rows, and their targets: for tokens one a word, read or not; on the CPU."""
@@ -160,7 +168,7 @@ class Task:
     def metrics(self, decided: Tensor, target: Tensor) -> dict[str, float]:
         """How good decisions are, from 0 to 1, both as of `by_word` (or by position, ignored targets being -100)."""
         if self.multilabel:
-            return multilabel_metrics(decided, target)
+            return label_metrics(decided, target, len(self.labels), propensity=self._propensity)
         if self.kind == "tokens":
             return token_metrics(decided, target, self.labels)
         return class_metrics(decided, target)
@@ -169,7 +177,7 @@ class Task:
         """The label of every row, a list of them for multi-label, one for every word for tokens."""
         decided, target = self.by_word(decided, rows)
         if self.multilabel:
-            return [[self.labels[i] for i in row.nonzero().flatten().tolist()] for row in decided]
+            return [[self.labels[i] for i in sorted(row) if i >= 0] for row in decided.tolist()]
         if self.kind == "tokens":
             counted = target != IGNORED
             words = (row[is_word].tolist() for row, is_word in zip(decided, counted, strict=True))
@@ -188,6 +196,7 @@ class Task:
             "kind": self.kind,
             "labels": self.labels,
             "filler": self.filler,
+            **({} if self.counts is None else {"counts": self.counts}),
             "model": "pretrained" if pretrained else "built-in",
             "encoder": {name: getattr(self.encoder, name) for name in self.encoder.settings},
             "objective": {"name": names[type(objective)], **asdict(objective)},
@@ -224,6 +233,7 @@ class Task:
         several = f"1 to {MOST_LABELS} different names"
         labels = field("labels", several, lambda value: 1 <= len(value) <= MOST_LABELS and len({*value}) == len(value))
         filler = whole("filler", 0, len(labels) - 1)
+        counts = field("counts", f"{len(labels) + 1} whole numbers, of rows", lambda value: _fit_counts(value, labels))
         pretrained = choice("model", ("built-in", "pretrained")) == "pretrained"
         if pretrained and kind in MEDIA:
             raise InputError(f"{path}: model: expected 'built-in' for {kind}, found 'pretrained'")
@@ -240,4 +250,12 @@ class Task:
             objective = make_objective(multilabel=kind == "multilabel", **options)
         except (TypeError, ValueError, ImportError) as error:
             raise InputError(f"{path}: objective: {first_line(error)}") from None
-        return cls(kind, labels, encoder, filler=filler, objective=objective)
+        return cls(kind, labels, encoder, filler=filler, objective=objective, counts=counts)
+
+
+def _fit_counts(value: Any, labels: list[str]) -> bool:
+    """Whether they are as many as labels, and one more that none exceeds; earlier versions wrote none."""
+    if value is None:
+        return True
+    whole = type(value) is list and all(type(one) is int and 0 <= one <= 2**40 for one in value)
+    return whole and len(value) == len(labels) + 1 and max(value) == value[-1]

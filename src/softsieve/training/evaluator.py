@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from softsieve._graphs import Graphed
 from softsieve.tasks.rows import Rows
-from softsieve.training.replica import Replica, count_labels
+from softsieve.training.replica import Replica
 from softsieve.training.steps import MOST_GRAPHS
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
@@ -20,7 +20,7 @@ class Judge(Protocol):
     """Who knows what logits mean; a `softsieve.tasks.Task` does."""
 
     def decide(self, logits: Tensor) -> Tensor:
-        """The answers: class ids, or flags for multi-label; on the device of the logits."""
+        """The answers of every row: class ids, or whatever is known as well; on the device of the logits."""
 
     def by_word(self, decided: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Answers and targets of a whole split as they are judged, on the CPU."""
@@ -43,15 +43,21 @@ class Evaluator:
         """Forward pass over some rows; every call has the same number of them."""
         replica = self.replica
 
-        def forward(positions: int | None, index: Tensor) -> tuple[Tensor, ...]:
+        def forward(positions: int | None, judged: bool, index: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
                 logits, row = replica.row_losses(rows.batch(index, positions=positions))
-                return self.judge.decide(logits), row.loss.float(), row.margin
+                shown = row.loss.float(), row.margin
+                return (*shown, self.judge.decide(logits)) if judged else shown
 
         return Graphed(forward, limit=MOST_GRAPHS) if replica.graphs else forward
 
-    def answers(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Answers of the rows ``index``, in their order, their losses and margins; rows of like length go together."""
+    def screen(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and margins of the rows ``index``, in their order."""
+        loss, margin = self._run(rows, index, judged=False)
+        return loss, margin
+
+    def _run(self, rows: Rows, index: Tensor, *, judged: bool) -> tuple[Tensor, ...]:
+        """Losses, margins and maybe answers of the rows ``index``, in their order; rows of like length go together."""
         replica, forward = self.replica, self._kept.get(id(rows)) or self._make_forward_pass(rows)
         size = self.batch_size * replica.ranks
         order = None if rows.lengths is None else rows.lengths[index].argsort(stable=True)
@@ -61,24 +67,19 @@ class Evaluator:
             for some in torch.split(index, size):
                 share, _ = replica.share(some, size if replica.graphs else 0)
                 positions = rows.positions(some, rounded=True) if replica.graphs else None
-                outputs = forward(positions, index=share.to(replica.device) if replica.graphs else share)
-                if replica.ranks > 1 and outputs[0].ndim > 1:  # processes may have cut their part differently
-                    outputs = replica.accelerator.pad_across_processes(outputs[0], dim=1), *outputs[1:]
+                outputs = forward(positions, judged, index=share.to(replica.device) if replica.graphs else share)
+                if replica.ranks > 1 and outputs[-1].ndim > 1:  # processes may have cut their part differently
+                    outputs = *outputs[:-1], replica.accelerator.pad_across_processes(outputs[-1], dim=1)
                 parts.append([replica.gather(value, len(some)).clone() for value in outputs])
-        answers, loss, margin = zip(*parts, strict=True)
-        width = max(part.shape[-1] for part in answers)
-        found = torch.cat([_widen(part, width) for part in answers]), torch.cat(loss), torch.cat(margin)
-        if order is None:
-            return found
-        back = order.argsort().to(loss[0].device)
-        return found[0][back], found[1][back], found[2][back]
+        back = slice(None) if order is None else order.argsort().to(replica.device)
+        return tuple(_join(some)[back] for some in zip(*parts, strict=True))
 
     def evaluate(self, rows: Rows) -> tuple[dict[str, float], Tensor]:
         """Metrics over rows, and the answers they are made from."""
-        decided, loss, _ = self.answers(rows, torch.arange(len(rows)))
-        if decided.ndim > 1:
+        loss, _, decided = self._run(rows, torch.arange(len(rows)), judged=True)
+        if "target" in rows.sequences:
             decided = _widen(decided, rows.target.shape[1])
-        mean = float(loss.sum() / count_labels(rows.target))
+        mean = float(loss.sum() / rows.count())
         return {"loss": mean, **self.judge.metrics(*self.judge.by_word(decided, rows))}, decided
 
     def logits(self, rows: Rows, index: Tensor) -> Tensor:
@@ -86,6 +87,11 @@ class Evaluator:
         with self.replica.in_eval_mode(), torch.no_grad():
             parts = torch.split(index, self.batch_size)
             return torch.cat([self.replica.model(**rows.batch(part).inputs).float().cpu() for part in parts])
+
+
+def _join(parts: tuple[Tensor, ...]) -> Tensor:
+    """One after the other; those that were cut are as wide as the widest."""
+    return torch.cat([_widen(part, max(part.shape[-1] for part in parts)) for part in parts])
 
 
 def _widen(decided: Tensor, width: int) -> Tensor:

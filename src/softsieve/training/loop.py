@@ -104,7 +104,7 @@ class Trainer:
         """The rows without those that lead in a screening pass, or that the sampler does not choose."""
         if isinstance(self.sampler, Chooser):
             self.state.screened += len(rows)
-            return rows[self.sampler.choose(self.evaluator.answers(self.train, rows)[1].cpu())]
+            return rows[self.sampler.choose(self.evaluator.screen(self.train, rows)[0].cpu())]
         if not isinstance(self.sampler, SolvedSampler) or self.settings.skip != "solved":
             return rows
         if self.state.step < self.settings.skip_after:
@@ -114,7 +114,7 @@ class Trainer:
         if not worth.any():
             return rows
         screened = rows[worth]
-        margins = self.evaluator.answers(self.train, screened)[-1].cpu()
+        margins = self.evaluator.screen(self.train, screened)[1].cpu()
         self.state.screened += len(screened)
         keep = torch.ones(len(rows), dtype=torch.bool)
         keep[worth] = ~self.sampler.screened(screened, margins, **self._delta)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
+from softsieve.tasks.labels import label_flags
 from softsieve.tasks.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
 
@@ -73,6 +74,8 @@ class Replica:
         """The logits of a batch, and what they say of every row; a row of tokens is solved, and leads, as its worst."""
         logits, target = self.model(**batch.inputs).float(), batch.target
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
+        if target.ndim == logits.ndim and target.dtype != torch.bool:
+            target = label_flags(target, logits.shape[-1])
         flat = (logits.flatten(0, -2), target.flatten()) if tokens else (logits, target)
         loss, solved, margin = self.objective(*flat)  # flat: as many positions as classes are nothing to warn of
         if solved is None or margin is None:
@@ -159,11 +162,3 @@ class Replica:
         torch.set_rng_state(random["cpu"][self.rank].clone())  # it does not bear a view
         if self.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"][self.rank].clone())
-
-
-def count_labels(target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Labels that count, at least 1; those of rows whose weight is 0 do not. Flags count once a row."""
-    counted = target.new_ones(len(target), dtype=torch.long)
-    if target.dtype != torch.bool:
-        counted = (target != IGNORED).reshape(len(target), -1).sum(-1)
-    return (counted if weight is None else torch.where(weight > 0, counted, 0)).sum().clamp_min(1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from softsieve._graphs import Graphed
 from softsieve.errors import DivergedError
 from softsieve.tasks.rows import Rows
-from softsieve.training.replica import Replica, RowPass, count_labels
+from softsieve.training.replica import Replica, RowPass
 from softsieve.training.settings import Settings
 
 MOST_GRAPHS = 12  # texts of up to 128 tokens have ten lengths, rounded
@@ -58,7 +58,7 @@ class EagerSteps:
         """One step over the mean loss of the rows ``index`` (on the CPU), which are so many batches."""
         replica, clip = self.replica, self.settings.max_grad_norm
         parts = index.chunk(1 if self.settings.merge else micro_batches)
-        count = count_labels(self.rows.target[index.to(replica.device)])
+        count = self.rows.count(index.to(replica.device))
         for number, part in enumerate(parts, 1):
             waits = number < len(parts)
             with replica.accelerator.no_sync(replica.model) if waits else contextlib.nullcontext():
@@ -99,7 +99,7 @@ class GraphSteps(EagerSteps):
         batch = self.rows.batch(index, positions=positions)
         _, rows = self.replica.row_losses(batch)
         weight = self.results.weight[index]
-        count = count_labels(batch.target, weight)
+        count = self.rows.count(index, weight)
         mean = (rows.loss * weight).sum() / count
         mean.backward()  # type: ignore[no-untyped-call]
         if self.settings.max_grad_norm:
