@@ -1,7 +1,7 @@
 """What the public functions refuse, each with the argument, what was expected and what was found.
 
 Only types, shapes and options are checked here; label values are checked where they are read
-(`kernels.cross_entropy_torch`, `losses.multilabel`), because a compiled graph cannot branch on them.
+(`kernels.cross_entropy_torch`, `kernels.multilabel_torch`), because a compiled graph cannot branch on them.
 """
 
 from __future__ import annotations

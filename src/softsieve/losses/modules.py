@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.losses.cross_entropy import ASStats, as_cross_entropy
-from softsieve.losses.multilabel import MASKS, MultiLabelStats, as_multilabel_loss
+from softsieve.losses.multilabel import RULES, MultiLabelStats, as_multilabel_loss
 
 
 class ASCrossEntropyLoss(nn.Module):
@@ -78,7 +78,7 @@ class ASMultiLabelLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.delta = _checks.number("delta", delta, 0, 1)
-        _checks.choice("against", against, MASKS)
+        _checks.choice("against", against, RULES)
         _checks.choice("reduction", reduction, _checks.REDUCTIONS)
         self.against, self.reduction, self.return_stats = against, reduction, return_stats
 
