@@ -117,10 +117,14 @@ def _log(total: float, base: float) -> float:
 
 
 @_jit
-def _cut(log_total: float, delta: float) -> Any:
-    """Return what rivals must reach to be kept: ``log(1 - delta / q_0)``, -inf where that is not a number."""
-    ratio = delta * math.exp(min(log_total, 700.0))
-    return np.float32(math.log1p(-ratio)) if ratio < 1 else -INF
+def _settle(top: Any, total: float, delta: float) -> Any:
+    """Return a side's cut, its norm over all rivals, and its margin, from its largest rival and its sum."""
+    small = math.exp(-abs(top))
+    threshold, largest = (max(small, 1e-300), 1.0) if top > 0 else (1.0, small)  # both over e^base
+    ratio = delta * (threshold + total) / threshold  # delta / q_0
+    cut = np.float32(math.log1p(-ratio)) if ratio < 1 else -INF
+    norm = math.log(small + total) if top > 0 else math.log1p(total)
+    return cut, norm, (threshold - largest) / (threshold + total)
 
 
 @_jit
@@ -133,10 +137,9 @@ def _forward_row(x: Any, flags: Any, delta: float, sides: Any) -> Any:
         return INF if not unusable else NAN, np.int64(x.size), NAN, wrong
     bases = _larger(top_n, NONE), _larger(top_p, NONE)
     sums = _sum(x, flags, bases)
-    norm_n, norm_p = _log(sums[0], bases[0]), _log(sums[1], bases[1])
-    lse_n, lse_p = bases[0] + norm_n, bases[1] + norm_p
-    margin = min(math.exp(-lse_n) - math.exp(top_n - lse_n), math.exp(-lse_p) - math.exp(top_p - lse_p))
-    cut_n, cut_p = _cut(lse_n, delta), _cut(lse_p, delta)
+    cut_n, norm_n, margin_n = _settle(top_n, sums[0], delta)
+    cut_p, norm_p, margin_p = _settle(top_p, sums[1], delta)
+    margin = min(margin_n, margin_p)
     sides[0], sides[1] = cut_n, cut_p
     none_n, none_p = top_n < cut_n, top_p < cut_p
     kept = np.int64(0)

@@ -6,12 +6,14 @@ On a CPU rows of fp32 and narrower are done by `multilabel_numba`. `kernels.mult
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import BLOCK, BLOCK_ELSEWHERE, INF, accumulation_dtype
 
+NAN = float("nan")
 WRONG = "target: expected only 0 and 1"
 READ_AS_THEY_ARE = (torch.bool, torch.uint8, torch.float32, torch.int64)
 SMALL = 1 << 18  # logits up to which one thread does the work
@@ -69,35 +71,46 @@ def forward(logits: Tensor, target: Tensor, delta: float) -> tuple[Tensor, Tenso
     return loss, sides, kept, margin
 
 
+class Side(NamedTuple):
+    """What AS-Softmax of the threshold and its rivals says, (rows,) each."""
+
+    cut: Tensor
+    base: Tensor
+    norm: Tensor
+    loss: Tensor
+    kept: Tensor
+    margin: Tensor
+
+
+def settle_side(rivals: Tensor, present: Tensor, delta: float | Tensor) -> tuple[Side, Tensor]:
+    """One side of a row, of rivals (rows, so many) of which some are present; and which are kept."""
+    rivals = rivals.masked_fill(~present, -INF)
+    top = rivals.amax(-1)
+    base = top.clamp(min=0)
+    e = (rivals - base.unsqueeze(1)).exp_()
+    norm = _log(e.sum(-1), base)
+    lse = base + norm
+    ratio = lse.exp().clamp(max=torch.finfo(lse.dtype).max) * delta  # delta / q_0
+    cut = torch.where(ratio < 1, torch.log1p(-ratio), -INF)
+    keep = ~(rivals < cut.unsqueeze(1)) & present
+    kept_norm = torch.minimum(_log((e * keep).sum(-1), base), norm)
+    margin = torch.exp(-lse) - torch.exp(top - lse)
+    norm = torch.where(cut == -INF, norm, kept_norm)
+    kept = keep.sum(-1)
+    return Side(cut, base, norm, torch.where(kept == 0, 0, base + norm), kept, margin), keep
+
+
 def _forward_block(x: Tensor, positive: Tensor, delta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    z = torch.where(positive, -x, x)
-    losses, counts, margins, numbers = [], [], [], []
-    for rivals in (z.masked_fill(positive, -INF), z.masked_fill(~positive, -INF)):
-        top = rivals.amax(-1)
-        base = top.clamp(min=0)
-        e = (rivals - base.unsqueeze(1)).exp_()
-        norm = _log(e.sum(-1), base)
-        lse = base + norm
-        ratio = lse.exp().clamp(max=torch.finfo(x.dtype).max) * delta  # delta / q_0
-        cut = torch.where(ratio < 1, torch.log1p(-ratio), -INF)
-        keep = ~(rivals < cut.unsqueeze(1))
-        keep &= ~positive if len(losses) == 0 else positive
-        kept_norm = torch.minimum(_log((e * keep).sum(-1), base), norm)
-        norm = torch.where(cut == -INF, norm, kept_norm)
-        count = keep.sum(-1)
-        losses.append(torch.where(count == 0, 0, base + norm))
-        margins.append(torch.exp(-lse) - torch.exp(top - lse))
-        counts.append(count)
-        numbers.append((cut, base, norm))
-    sides = torch.stack([part for pair in zip(*numbers, strict=True) for part in pair], 1)
+    negatives, positives = settle_side(x, ~positive, delta)[0], settle_side(-x, positive, delta)[0]
+    pairs = zip(negatives[:3], positives[:3], strict=True)
+    sides = torch.stack([number for pair in pairs for number in pair], 1)
+    loss, margin = negatives.loss + positives.loss, torch.minimum(negatives.margin, positives.margin)
     unusable = ~(x < INF).all(-1)  # an infinite positive would cost nothing: NaN, as in cross-entropy
-    loss, margin = losses[0] + losses[1], torch.minimum(*margins)
-    nan = float("nan")
-    sides[:, 2:].masked_fill_(unusable.unsqueeze(1), nan)
+    sides[:, 2:].masked_fill_(unusable.unsqueeze(1), NAN)
     sides[:, :2].masked_fill_(unusable.unsqueeze(1), -INF)
-    kept = (counts[0] + counts[1]).masked_fill(unusable, x.shape[1])
-    loss = loss.masked_fill(loss.isnan(), INF).masked_fill(unusable, nan)  # NaN: a positive of -inf
-    return loss, sides, kept, margin.masked_fill(unusable, nan)
+    kept = (negatives.kept + positives.kept).masked_fill(unusable, x.shape[1])
+    loss = loss.masked_fill(loss.isnan(), INF).masked_fill(unusable, NAN)  # NaN: a positive of -inf
+    return loss, sides, kept, margin.masked_fill(unusable, NAN)
 
 
 def _log(total: Tensor, base: Tensor) -> Tensor:
