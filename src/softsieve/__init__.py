@@ -12,18 +12,20 @@ from softsieve.losses import (
     ASStats,
     DeltaSchedule,
     LinearASCrossEntropyLoss,
+    LinearASMultiLabelLoss,
     LinearASStats,
     MultiLabelStats,
     as_cross_entropy,
     as_keep_mask,
     as_multilabel_loss,
     linear_as_cross_entropy,
+    linear_as_multilabel_loss,
 )
 from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
     "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "AdaptiveSoftmax", "DeltaSchedule",
-    "LinearASCrossEntropyLoss", "LinearASStats", "MultiLabelStats", "SolvedSampler", "TopK", "as_cross_entropy",
-    "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy",
+    "LinearASCrossEntropyLoss", "LinearASMultiLabelLoss", "LinearASStats", "MultiLabelStats", "SolvedSampler", "TopK",
+    "as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy", "linear_as_multilabel_loss",
 ]  # fmt: skip
 __version__ = "0.2.0"

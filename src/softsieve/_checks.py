@@ -1,7 +1,7 @@
 """What the public functions refuse, each with the argument, what was expected and what was found.
 
 Only types, shapes and options are checked here; label values are checked where they are read
-(`kernels.cross_entropy_torch`, `losses.multilabel`), because a compiled graph cannot branch on them.
+(`kernels.cross_entropy_torch`, `kernels.multilabel_torch`), because a compiled graph cannot branch on them.
 """
 
 from __future__ import annotations
@@ -156,6 +156,23 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str =
             f"target: expected shape {tuple(shape)} for {name} of shape {tuple(like.shape)}, found {tuple(value.shape)}"
         )
     _same_device("target", value, like, f"the {name} are")
+
+
+def class_numbers(value: Tensor, hidden: Tensor) -> None:
+    """Refuse what are not integers (..., labels) for hidden states (..., d); 0/1 flags have another dtype or shape."""
+    tensor("labels", value)
+    if value.dtype not in _INTEGER:
+        raise TypeError(
+            f"labels: expected class numbers, padded with ignore_index, found {value.dtype}"
+            + (": 0/1 flags are for as_multilabel_loss" if value.dtype in (torch.bool, *_FLOATING) else "")
+        )
+    if value.ndim != hidden.ndim or value.shape[:-1] != hidden.shape[:-1] or value.shape[-1] == 0:
+        shape = f"({', '.join([*map(str, hidden.shape[:-1]), 'labels'])})"
+        raise ValueError(
+            f"labels: expected shape {shape} for hidden states of shape {tuple(hidden.shape)}, "
+            f"found {tuple(value.shape)}"
+        )
+    _same_device("labels", value, hidden, "the hidden states are")
 
 
 def class_last(logits: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from softsieve import as_cross_entropy, as_multilabel_loss
 from softsieve.errors import InputError
-from softsieve.losses.multilabel import MASKS
+from softsieve.losses.multilabel import RULES
 from softsieve.training import ASSpeed
 from tests.helpers import default_dtype
 
@@ -186,7 +186,7 @@ def test_multilabel(tmp_path: Path, batch: int, accumulated: int, given: dict[st
     logits = model(input_ids=ids).logits
     flags = (logits > 0).long()
     flags[0, 0] ^= 1  # all but this one are right, by more and by less
-    rules = {as_multilabel_loss(logits, flags, delta=d, against=a).item() for d in (0.1, 0.2, 0.7) for a in MASKS}
+    rules = {as_multilabel_loss(logits, flags, delta=d, against=a).item() for d in (0.1, 0.2, 0.7) for a in RULES}
     assert len(rules) == 6
     loss = as_multilabel_loss(logits, flags, **meant)
     expected = gradient(loss, model)

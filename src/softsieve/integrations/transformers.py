@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
-from softsieve.losses.multilabel import MASKS
+from softsieve.losses.multilabel import RULES
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.checkpoint import load_tensors, save_tensors
@@ -68,7 +68,7 @@ class ASOptions:
 
     def __post_init__(self) -> None:
         self.schedule(1)
-        _checks.choice("against", self.against, MASKS)
+        _checks.choice("against", self.against, RULES)
         if self.speed is not None and not isinstance(self.speed, ASSpeed):
             raise TypeError(f"speed: expected an ASSpeed, found {type(self.speed).__name__}")
         if self.skip is not None:

@@ -30,7 +30,7 @@ torch.set_num_threads(_torch_threads)  # where both use OpenMP, numba has just s
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*numba*.py"))))
 
 
-def _compiler(**options: Any) -> Callable[[Any], Any]:
+def compiler(**options: Any) -> Callable[[Any], Any]:
     """``numba.njit`` with a cache that is invalid when any of the numba modules has changed.
 
     By itself numba compares the function's own file only, and would go on with the old code of what it calls.
@@ -46,10 +46,10 @@ def _compiler(**options: Any) -> Callable[[Any], Any]:
     return compile_lazily
 
 
-jit = _compiler(error_model="numpy")
-jit_stage = _compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
-jit_fast = _compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
-jit_parallel = _compiler(fastmath=True, parallel=True)
+jit = compiler(error_model="numpy")
+jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
+jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
+jit_parallel = compiler(fastmath=True, parallel=True)
 
 
 @intrinsic
@@ -68,7 +68,7 @@ def as_float(typingctx: Any, element: Any) -> Any:
 
 
 @intrinsic
-def _power_of_two(typingctx: Any, exponent: Any) -> Any:
+def power_of_two(typingctx: Any, exponent: Any) -> Any:
     """Return 2 to a whole number in [-126, 127]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -131,7 +131,7 @@ def exp(value: float) -> float:
     series = series * fraction + np.float32(0.5)
     series = series * fraction + np.float32(1.0)
     series = series * fraction + np.float32(1.0)
-    return series * _power_of_two(np.int32(whole))
+    return series * power_of_two(np.int32(whole))
 
 
 @jit_fast

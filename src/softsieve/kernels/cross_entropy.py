@@ -14,6 +14,7 @@ autograd.Function in eager mode, where the way through the dispatcher costs more
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -133,6 +134,7 @@ backward_op.register_autograd(_differentiate_again, setup_context=_save_again)
 
 def differentiable(forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
     """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # torch asks for it at every call
     functions = {"forward": forward, "setup_context": save, "backward": backward}
     methods = {name: staticmethod(function) for name, function in functions.items()}
     return type(forward.__name__, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]

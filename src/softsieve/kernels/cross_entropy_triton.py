@@ -136,7 +136,8 @@ def _backward(
     tl.store(grad + row * classes + at, q.to(grad.dtype.element_ty), mask=at < classes)
 
 
-def _settings(classes: int) -> dict[str, int]:
+def settings(classes: int) -> dict[str, int]:
+    """How many classes a program takes at a time, and with how many warps."""
     block = min(triton.next_power_of_2(classes), 4096)
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
@@ -153,7 +154,7 @@ def forward(
     kept = logits.new_empty(rows, dtype=torch.long)
     _forward[(rows,)](
         logits, target, target if weight is None else weight, loss, threshold, kept, lse, norm, share, margin,
-        logits.stride(0), classes, delta, ignore_index, WEIGHTED=weight is not None, **_settings(classes),
+        logits.stride(0), classes, delta, ignore_index, WEIGHTED=weight is not None, **settings(classes),
     )  # fmt: skip
     loss, valid = reduce_rows(loss, kept, share, reduction)
     return (loss, threshold, kept, lse, norm, share, margin), valid
@@ -173,9 +174,9 @@ def backward(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, classes = logits.shape
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    settings = _settings(classes)
-    _backward[(rows, triton.cdiv(classes, settings["BLOCK"]))](
+    blocks = settings(classes)
+    _backward[(rows, triton.cdiv(classes, blocks["BLOCK"]))](
         grad, grad_rows.contiguous(), logits, target.contiguous(), threshold, kept, lse, norm,
-        logits.stride(0), classes, **settings,
+        logits.stride(0), classes, **blocks,
     )  # fmt: skip
     return grad

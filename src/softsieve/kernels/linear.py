@@ -29,7 +29,7 @@ from torch import Tensor
 from softsieve.kernels import linear_torch
 from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
-from softsieve.kernels.linear_types import Backend, Layer, Options, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Backend, Chunk, Layer, Options, Saved, Scan, Settled, Targets
 
 BUFFER = 67 << 20  # bytes of logits at a time, forward
 WORK = 116 << 20  # bytes that backward works with, the buffer of logits included
@@ -49,7 +49,7 @@ def load_backend(name: str) -> Backend:
 def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, Saved]:
     """The loss, reduced, and what else is known of every row."""
     hidden, target = layer.hidden, targets.label
-    shards = _Shards(options.group, len(layer.weight), hidden.device)
+    shards = Shards(options.group, len(layer.weight), hidden.device)
     weights = targets.class_weight
     if weights is not None and weights.shape != (shards.classes,):
         raise ValueError(
@@ -89,7 +89,7 @@ def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
     return row if options.reduction == "none" else row.new_zeros(()), saved
 
 
-def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: _Shards) -> tuple[Tensor, Saved]:
+def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
     backend, label = load_backend(options.backend), targets.label
     top, own, rival = layer.hidden.new_full((3, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
@@ -122,9 +122,9 @@ def backward(
     factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
-    backend, shards = load_backend(options.backend), _Shards(options.group, len(layer.weight), target.device)
+    backend, shards = load_backend(options.backend), Shards(options.group, len(layer.weight), target.device)
     label = shards.own_labels(target)
-    to_hidden, to_weight, to_bias = grads = _empty_gradients(layer[:3], wanted)
+    to_hidden, to_weight, to_bias = grads = empty_gradients(layer[:3], wanted)
     entries = backend.make_entries(layer, label, factor, saved)
     unlisted, count = saved.counts.tolist()
     if shards.group is not None:  # a row may be solved here and not elsewhere
@@ -132,22 +132,7 @@ def backward(
     if to_hidden is not None:
         backend.combine(entries, saved.listed, layer.weight, to_hidden)
     rows = (~saved.listed).nonzero_static(size=unlisted).squeeze(1)
-    for grad in (None if unlisted else to_weight, to_bias):  # products write the weight's before they add to it
-        if grad is not None:
-            grad.zero_()
-    item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
-    blocks = -(-unlisted * layer.hidden.shape[1] * item // ROWS)
-    for number, block in enumerate(rows.chunk(blocks) if unlisted else ()):
-        part = layer.select(block)
-        sums = part.hidden.new_zeros(
-            part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
-        )
-        for chunk in part.chunks(WORK - part.hidden.nbytes - sums.nbytes):
-            backend.differentiate(chunk, block, label, factor, saved)
-            _add_products(chunk.products, part, chunk.start, sums, to_weight, to_bias, first=number == 0)
-        if to_hidden is not None:
-            to_hidden[block] = sums.to(to_hidden.dtype)
-        del part, sums, chunk  # before there are those of the next
+    add_rows(layer, rows, grads, lambda chunk, block: backend.differentiate(chunk, block, label, factor, saved))
     backend.spread(entries, count, layer.hidden, to_weight, to_bias)
     if to_hidden is not None and shards.group is not None:
         dist.all_reduce(to_hidden, group=shards.group)
@@ -155,13 +140,39 @@ def backward(
     return to_hidden, to_weight, to_bias
 
 
-def _empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+def add_rows(
+    layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Callable[[Chunk, Tensor], None]
+) -> None:
+    """Write the gradient of the hidden states of these rows, and, as the first to do so, those of weight and bias.
+
+    ``differentiate`` puts the gradient in the place of the products of a chunk of these rows.
+    """
+    to_hidden, to_weight, to_bias = grads
+    for grad in (None if len(rows) else to_weight, to_bias):  # products write the weight's before they add to it
+        if grad is not None:
+            grad.zero_()
+    item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
+    blocks = -(-len(rows) * layer.hidden.shape[1] * item // ROWS)
+    for number, block in enumerate(rows.chunk(blocks) if len(rows) else ()):
+        part = layer.select(block)
+        sums = part.hidden.new_zeros(
+            part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
+        )
+        for chunk in part.chunks(WORK - part.hidden.nbytes - sums.nbytes):
+            differentiate(chunk, block)
+            add_products(chunk.products, part, chunk.start, sums, to_weight, to_bias, first=number == 0)
+        if to_hidden is not None:
+            to_hidden[block] = sums.to(to_hidden.dtype)
+        del part, sums, chunk  # before there are those of the next
+
+
+def empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Memory for the gradients of hidden states, weight and bias; None for those that are not wanted."""
     make = partial(torch.empty_like, memory_format=torch.contiguous_format)
     return [make(x) if x is not None and want else None for x, want in zip(values, wanted, strict=True)]
 
 
-def _add_products(
+def add_products(
     gradient: Tensor, layer: Layer, start: int, sums: Tensor, to_weight: Tensor | None, to_bias: Tensor | None,
     *, first: bool,
 ) -> None:  # fmt: skip
@@ -184,11 +195,12 @@ def _add_products(
         sums += gradient @ layer.weight[classes]
 
 
-class _Shards:
+class Shards:
     """The shards of the weight, and what they tell each other; one that has all classes without a group."""
 
     def __init__(self, group: str, classes: int, device: torch.device) -> None:
         self.group: Any = None
+        self.own = classes
         self.first, self.classes = 0, classes  # first class of this shard, and number of all classes
         if group:
             from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -215,6 +227,10 @@ class _Shards:
         top = tops.amax(0)
         base = top.masked_fill(top == -INF, 0)
         return Scan(top, (totals * (tops - base).exp()).sum(0), owns.amax(0), rivals.amax(0))
+
+    def merge_largest(self, values: Tensor) -> Tensor:
+        """The largest of all shards'."""
+        return values if self.group is None else self._gather(values).amax(0)
 
     def merge_kept(self, settled: Settled) -> Settled:
         """With the kept classes of all shards."""
@@ -265,7 +281,7 @@ def _(hidden: Tensor, *others: Any) -> Outputs:
 
 @backward_op.register_fake
 def _(factor: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _empty_gradients(others[:3], others[-1])
+    grads = empty_gradients(others[:3], others[-1])
     return tuple(others[0].new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, SavedSides, Scan, Settled, Targets
 
 LISTED = 0
+GATHERED = 1 << 22  # numbers of hidden states or weights that are gathered at a time
 
 
 def _logits(chunk: Chunk) -> Tensor:
@@ -57,7 +58,7 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     sparse = ratio < 1
     threshold = (own + torch.log1p(-ratio)).masked_fill_(~sparse, -INF)
     solved = sparse & (marks < threshold)
-    rivals, none = torch.zeros_like(targets.label), own.new_zeros(len(own), 0)
+    rivals, none = torch.zeros_like(own, dtype=torch.long), own.new_zeros(len(own), 0)
     counts = torch.stack([(~solved).sum(), (sparse & ~solved).sum(), torch.zeros_like(rivals[0])])
     return Settled(threshold, rivals, torch.zeros_like(own), solved, none.int(), none, counts)
 
@@ -98,7 +99,7 @@ def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Se
     settled.odds[rows] += (x - own[rows, None]).exp_().mul_(keep).sum(-1)
 
 
-def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved | SavedSides) -> None:
     """Put the gradient in the place of the products."""
     x, at_label = _logits(chunk), _labels_in(chunk, label[rows])
     masked = x < saved.threshold[rows, None]
@@ -117,9 +118,34 @@ def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> E
 
 
 def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
-    """0, which is the gradient of listed rows."""
+    """Gradients of the hidden states of listed rows, 0 where nothing is listed."""
     grad.zero_()
+    row, place = (entries.keys < entries.none).nonzero(as_tuple=True)
+    _add_sums(grad, row, entries.coefficients[row, place], weight, entries.keys[row, place])
 
 
 def spread(entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
-    """Nothing: there are no entries."""
+    """Add to the gradients of weight and bias what is listed."""
+    if not count:
+        return
+    keys, order = entries.keys.flatten().sort(stable=True)
+    keys, order = keys[:count], order[:count]
+    factor = entries.coefficients.flatten()[order]
+    if grad is not None:
+        _add_sums(grad, keys, factor, hidden, order // entries.keys.shape[1])
+    if grad_bias is not None:
+        _add_sums(grad_bias.unsqueeze(1), keys, factor, hidden.new_ones(1, 1), torch.zeros_like(order))
+
+
+def _add_sums(grad: Tensor, to: Tensor, factor: Tensor, values: Tensor, index: Tensor) -> None:
+    """Add ``factor * values[index]`` to the rows ``to`` of a gradient, which are in order, some entries at a time.
+
+    Sums are made in the accumulation dtype, in the order of the entries.
+    """
+    step = max(1, GATHERED // values.shape[1])
+    for start in range(0, len(to), step):
+        part = slice(start, start + step)
+        rows, place = torch.unique_consecutive(to[part], return_inverse=True)
+        terms = values[index[part]].to(factor.dtype) * factor[part, None]
+        sums = terms.new_zeros(len(rows), values.shape[1]).index_put_((place,), terms, accumulate=True)
+        grad[rows] += sums.to(grad.dtype)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, SavedSides, Scan, Settled, Targets
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
@@ -85,7 +85,7 @@ def _scan(
 def _settle(
     hidden, weight, bias, label, delta, maxima, top, total, own,
     threshold, rivals, odds, listed, classes, logits, counts,
-    size, vocabulary, tiles, delta_stride, cap, slack,
+    size, vocabulary, labels, tiles, delta_stride, cap, slack,
     VISITED: tl.constexpr, LISTED: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,6 @@ def _settle(
     three ``counts`` are those of `Settled`.
     """
     row = tl.program_id(0).to(tl.int64)
-    t = tl.load(label + row)
     o = tl.load(own + row)
     nll = _at_least_0(tl.log(tl.load(total + row)) - (o - tl.load(top + row)))
     ratio = tl.load(delta + row * delta_stride).to(tl.float32) * tl.exp(nll)  # delta / p_t
@@ -120,17 +119,19 @@ def _settle(
                 if visits <= VISITED:
                     at = next_tile * _TILE + lane
                     inside = at < vocabulary
-                    place = at.to(tl.int64)[:, None] * size
+                    line = at.to(tl.int64)[:, None] * size
                     sums = tl.zeros((_TILE, BLOCK), tl.float32)
                     for low in range(0, size, BLOCK):
                         column = low + tl.arange(0, BLOCK)
                         h = tl.load(hidden + row * size + column, mask=column < size, other=0.0).to(tl.float32)
                         both = inside[:, None] & (column < size)[None, :]
-                        w = tl.load(weight + place + column[None, :], mask=both, other=0.0)
+                        w = tl.load(weight + line + column[None, :], mask=both, other=0.0)
                         sums += w.to(tl.float32) * h[None, :]
                     x = tl.sum(sums, 1).to(weight.dtype.element_ty)  # as the product of matrices rounds
                     x = _logit(x, bias, at, inside, cap, BIASED, CAPPED)
-                    keep = (x >= cut) & inside & (at != t)
+                    keep = (x >= cut) & inside
+                    for place in range(labels):
+                        keep &= at != tl.load(label + row * labels + place)
                     slot = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
                     fits = keep & (slot < LISTED)
                     tl.store(classes + row * LISTED + slot, at, mask=fits)
@@ -357,7 +358,7 @@ def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Se
     )  # fmt: skip
 
 
-def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved | SavedSides) -> None:
     """Put the gradient in the place of the products."""
     products, bias, cap, start = chunk
     width = products.shape[1]
@@ -381,7 +382,7 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     tiles = marks.shape[1]
     _settle[(rows,)](
         hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state[:3], *settled,
-        size, len(weight), tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
+        size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
         VISITED=VISITED, LISTED=LISTED, **_logit_options(layer), TILES=min(triton.next_power_of_2(tiles), 2048),
         BLOCK=128, num_warps=8,
     )  # fmt: skip

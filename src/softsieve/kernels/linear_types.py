@@ -28,7 +28,7 @@ class Options(NamedTuple):
 class Targets(NamedTuple):
     """What the rows should have said, and how much each counts."""
 
-    label: Tensor  # int64
+    label: Tensor  # int64; of `settle` also (rows, labels), -1 for none
     delta: Tensor  # margins in [0, 1], () or (rows,)
     class_weight: Tensor | None = None  # (classes of all shards,)
     row_weight: Tensor | None = None
@@ -123,6 +123,20 @@ class Saved(NamedTuple):
     counts: Tensor  # (2,) on the CPU: rows that are not listed, and listed classes with the labels
 
 
+class SavedSides(NamedTuple):
+    """What the forward pass of several labels leaves for backward, of the negatives and then of the positives."""
+
+    threshold: Tensor
+    kept: Tensor  # how many negatives are kept, and 1 for the threshold
+    lse: Tensor  # log-sum-exp of 0 and all negatives
+    norm: Tensor  # exp((logit - lse) - norm) is the softmax over the threshold and the kept negatives
+    listed: Tensor
+    classes: Tensor
+    logits: Tensor
+    unlisted: Tensor  # () on the CPU: rows that are not listed
+    positives: Tensor  # (rows, labels): the gradient of their logits
+
+
 class Entries(NamedTuple):
     """The gradient of the logits that are listed, the labels' among them."""
 
@@ -153,7 +167,9 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The reduced loss, kept, lse, norm, share, margin and right; this shard begins at ``first`` of ``classes``."""
 
-    def differentiate(self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved) -> None:
+    def differentiate(
+        self, chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved | SavedSides
+    ) -> None:
         """Put the gradient, times ``factor``, in the place of a chunk that has the products of ``rows`` alone."""
 
     def make_entries(self, layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:

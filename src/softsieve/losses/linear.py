@@ -42,7 +42,7 @@ class LinearASStats(NamedTuple):
     right: Tensor
 
 
-def _choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
+def choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
     """The backend itself, or for "auto" the fastest that can serve; refused when it cannot."""
     reason = None
     if backend == "reference" and group is not None:
@@ -61,7 +61,7 @@ def _choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
     return backend
 
 
-def _check_options(ignore_index: int, reduction: str, backend: str) -> None:
+def check_options(ignore_index: int, reduction: str, backend: str) -> None:
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.choice("backend", backend, BACKENDS)
@@ -146,7 +146,7 @@ def linear_as_cross_entropy(
     """
     _checks.linear_layer(hidden, weight, bias)
     _checks.target(target, hidden, name="hidden states")
-    _check_options(ignore_index, reduction, backend)
+    check_options(ignore_index, reduction, backend)
     cap = 0.0 if softcap is None else _checks.positive("softcap", softcap)
     margins = _checks.margins(delta, target)
     if row_weight is not None:
@@ -154,7 +154,7 @@ def linear_as_cross_entropy(
         row_weight = row_weight.reshape(-1)
     _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
     name = "" if group is None else group.group_name
-    options = Options(ignore_index, cap, reduction, _choose_backend(backend, hidden, group), name)
+    options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
 
     dtype, kind = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
@@ -231,7 +231,7 @@ class LinearASCrossEntropyLoss(nn.Module):
         layer = nn.Linear(in_features, num_classes, bias, device, dtype)
         self.weight, self.bias = layer.weight, layer.bias
         self.delta = _checks.number("delta", delta, 0, 1)
-        _check_options(ignore_index, reduction, backend)
+        check_options(ignore_index, reduction, backend)
         self.register_buffer("class_weight", class_weight)
         self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
         self.ignore_index, self.reduction, self.backend = ignore_index, reduction, backend

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.losses.cross_entropy import ASStats, as_cross_entropy
-from softsieve.losses.multilabel import MASKS, MultiLabelStats, as_multilabel_loss
+from softsieve.losses.linear import check_options
+from softsieve.losses.linear_multilabel import check_rule, linear_as_multilabel_loss
+from softsieve.losses.multilabel import RULES, MultiLabelStats, as_multilabel_loss
 
 
 class ASCrossEntropyLoss(nn.Module):
@@ -78,7 +81,7 @@ class ASMultiLabelLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.delta = _checks.number("delta", delta, 0, 1)
-        _checks.choice("against", against, MASKS)
+        _checks.choice("against", against, RULES)
         _checks.choice("reduction", reduction, _checks.REDUCTIONS)
         self.against, self.reduction, self.return_stats = against, reduction, return_stats
 
@@ -90,3 +93,59 @@ class ASMultiLabelLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"delta={self.delta}, against={self.against!r}, reduction={self.reduction!r}"
+
+
+class LinearASMultiLabelLoss(nn.Module):
+    """A linear layer with the multi-label AS-Softmax loss on top: module form of `linear_as_multilabel_loss`.
+
+    Made as `LinearASCrossEntropyLoss` is. ``weight`` and ``bias`` are its parameters.
+
+    Args:
+        in_features: size of the states.
+        num_classes: how many there are.
+        delta: margin in [0, 1]. May be changed while training.
+        bias: whether the layer has one.
+        against: ``"threshold"``.
+        ignore_index, reduction, backend, return_stats: as there.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden ``(..., in_features)``, labels ``(..., L)``; loss ``()``, or ``(...)`` with ``reduction="none"``.
+
+    Example:
+        >>> criterion = LinearASMultiLabelLoss(8, 1000, delta=0.5)
+        >>> loss = criterion(torch.randn(2, 8), torch.tensor([[7, 400], [12, -100]]))
+        >>> loss.backward()
+        >>> criterion.weight.grad.shape
+        torch.Size([1000, 8])
+    """
+
+    def __init__(
+        self, in_features: int, num_classes: int, delta: float = 0.5, *, bias: bool = False,
+        against: str = "threshold", ignore_index: int = -100, reduction: str = "mean", backend: str = "auto",
+        return_stats: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, size in {"in_features": in_features, "num_classes": num_classes}.items():
+            _checks.whole_number(name, size, 1, 2**40)
+        layer = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.delta = _checks.number("delta", delta, 0, 1)
+        check_rule(against)
+        check_options(ignore_index, reduction, backend)
+        self.against, self.ignore_index, self.reduction = against, ignore_index, reduction
+        self.backend, self.return_stats = backend, return_stats
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, MultiLabelStats]:
+        return linear_as_multilabel_loss(
+            hidden, self.weight, labels, bias=self.bias, delta=self.delta, against=self.against,
+            ignore_index=self.ignore_index, reduction=self.reduction, backend=self.backend,
+            return_stats=self.return_stats,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        classes, size = self.weight.shape
+        return (
+            f"in_features={size}, num_classes={classes}, bias={self.bias is not None}, delta={self.delta}, "
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, backend={self.backend!r}"
+        )

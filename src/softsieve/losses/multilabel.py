@@ -8,24 +8,11 @@ import torch
 from torch import Tensor
 
 from softsieve import _checks
+from softsieve.kernels import multilabel as kernel
 
 INF = float("inf")
-
-
-@torch.library.custom_op("softsieve::positives", mutates_args=())
-def positives(target: Tensor) -> Tensor:
-    """0/1 targets as bool. An op of its own, because a compiled graph cannot read the values to refuse others."""
-    wrong = (target != 0) & (target != 1)
-    if not target.is_cpu:
-        torch._assert_async(~wrong.any(), "target: expected only 0 and 1")
-    elif wrong.any():
-        raise ValueError(f"target: expected only 0 and 1, found {target[wrong][0].item()}")
-    return target != 0
-
-
-@positives.register_fake
-def _(target: Tensor) -> Tensor:
-    return torch.empty_like(target, dtype=torch.bool)
+RULES = ("labels", "threshold")
+positives = kernel.positives
 
 
 class Masks(NamedTuple):
@@ -46,30 +33,6 @@ def masks_against_labels(logits: Tensor, positive: Tensor, delta: float) -> Mask
     beaten_positive = (p - highest > delta) & ~one_sided
     margin = (lowest - highest).masked_fill(one_sided, -1).squeeze(-1)
     return Masks(~beaten_negative, ~beaten_positive, margin)  # a NaN is not beaten
-
-
-def masks_against_threshold(logits: Tensor, positive: Tensor, delta: float) -> Masks:
-    """Negatives, and negated positives, each against the threshold, which is a class of logit 0."""
-    o = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    keep_negative, negative_margin = _mask_side(torch.where(positive, -INF, o), delta)
-    keep_positive, positive_margin = _mask_side(torch.where(positive, -o, -INF), delta)
-    return Masks(keep_negative, keep_positive, torch.minimum(negative_margin, positive_margin))
-
-
-def _mask_side(rivals: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-    """AS-Softmax with a target of logit 0 and these rivals, -inf for none: which are kept, and the rows' margins.
-
-    As in `kernels.cross_entropy`, those are kept whose logit reaches ``log(1 - delta / q_0)``, which is at most 0.
-    """
-    rest = rivals.logsumexp(-1, keepdim=True)
-    lse = torch.logaddexp(rest, torch.zeros_like(rest))  # -log q_0
-    ratio = (lse.exp().clamp(max=torch.finfo(lse.dtype).max) * delta).clamp(max=1)
-    keep = ~(rivals < torch.log1p(-ratio))  # a NaN is not beaten
-    margin = torch.exp(-lse) - torch.exp(rivals.amax(-1, keepdim=True) - lse)
-    return keep, margin.squeeze(-1)
-
-
-MASKS = {"labels": masks_against_labels, "threshold": masks_against_threshold}
 
 
 def multilabel_rows(logits: Tensor, negative: Tensor, positive: Tensor) -> Tensor:
@@ -145,6 +108,8 @@ def as_multilabel_loss(
         torch.log(1 + logits[kept_negative].exp().sum()) + torch.log(1 + (-logits[kept_positive]).exp().sum())
 
     so that no finite logit overflows. With ``delta=1`` this is the plain multi-label softmax loss, by both rules.
+    Against the threshold it is computed without the masks or any other temporary of the size of the logits, but for the
+    gradient; against labels the masks are held.
 
     Args:
         logits: scores, fp16, bf16, fp32 or fp64.
@@ -174,17 +139,37 @@ def as_multilabel_loss(
     _checks.logits(logits)
     _checks.target(target, logits, multilabel=True)
     delta = _checks.number("delta", delta, 0, 1)
-    _checks.choice("against", against, MASKS)
+    _checks.choice("against", against, RULES)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
+    work = _against_threshold if against == "threshold" else _against_labels
+    loss, stats = work(logits, target, delta, reduction, return_stats)
+    loss = loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+    return loss if stats is None else (loss, stats)
+
+
+def _against_threshold(
+    logits: Tensor, target: Tensor, delta: float, reduction: str, return_stats: bool
+) -> tuple[Tensor, MultiLabelStats | None]:
+    shape, classes = logits.shape[:-1], logits.shape[-1]
+    flags = target.reshape(-1, classes)
+    loss, _, kept, margin = kernel.as_multilabel_loss(logits.reshape(-1, classes), flags, delta, reduction)
+    loss = loss.view(shape) if reduction == "none" else loss
+    if not return_stats:
+        return loss, None
+    return loss, MultiLabelStats(*(s.view(shape) for s in (kept == 0, kept, margin)))
+
+
+def _against_labels(
+    logits: Tensor, target: Tensor, delta: float, reduction: str, return_stats: bool
+) -> tuple[Tensor, MultiLabelStats | None]:
     positive = positives(target)
-    masks = MASKS[against](logits, positive, delta)
+    masks = masks_against_labels(logits, positive, delta)
     kept = torch.where(positive, masks.positive, masks.negative)
     nothing = 0 * logits.detach().amax(-1)  # an infinite positive would cost nothing: NaN, as in cross-entropy
     rows = multilabel_rows(logits, kept & ~positive, kept & positive) + nothing
     loss = rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
-    loss = loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
     if not return_stats:
-        return loss
+        return loss, None
     right = ((logits.detach() > 0) == positive).all(-1) & (nothing == 0)
     count = kept.sum(-1)
     return loss, MultiLabelStats(right & (count == 0), count, masks.margin + nothing)

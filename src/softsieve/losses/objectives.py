@@ -25,7 +25,7 @@ from softsieve import _checks
 from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
-from softsieve.losses.multilabel import MASKS, as_multilabel_loss, positives
+from softsieve.losses.multilabel import RULES, as_multilabel_loss, positives
 
 TINY = 1e-12  # powers of less have no slope
 
@@ -258,7 +258,7 @@ class MultiLabelASSoftmax(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checks.choice("against", self.against, MASKS)
+        _checks.choice("against", self.against, RULES)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         loss, stats = as_multilabel_loss(

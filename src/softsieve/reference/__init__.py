@@ -10,7 +10,10 @@ from softsieve.reference.losses import (
     as_multilabel_stats,
     as_stats,
     delta_table,
+    flags_of,
     linear_as_cross_entropy,
+    linear_as_multilabel_loss,
+    linear_as_multilabel_stats,
     linear_as_stats,
 )
 
@@ -21,6 +24,9 @@ __all__ = [
     "as_multilabel_stats",
     "as_stats",
     "delta_table",
+    "flags_of",
     "linear_as_cross_entropy",
+    "linear_as_multilabel_loss",
+    "linear_as_multilabel_stats",
     "linear_as_stats",
 ]

@@ -171,6 +171,57 @@ def as_multilabel_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+def flags_of(labels: Tensor, classes: int, *, ignore_index: int = -100) -> Tensor:
+    """Class numbers (..., labels), padded with ``ignore_index``, as 0/1 flags (..., classes).
+
+    >>> flags_of(torch.tensor([[2, 0], [1, -100]]), 3)
+    tensor([[1, 0, 1],
+            [0, 1, 0]])
+    """
+    flags = torch.zeros(*labels.shape[:-1], classes + 1, dtype=torch.long, device=labels.device)
+    return flags.scatter(-1, labels.where(labels != ignore_index, classes), 1)[..., :classes]
+
+
+def _each_row(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, delta: float | Tensor, ignore_index: int
+) -> list[tuple[Tensor, Tensor, float]]:
+    """Logits and flags, (classes,) each, and delta."""
+    logits, flags = linear_logits(hidden, weight, bias), flags_of(labels, len(weight), ignore_index=ignore_index)
+    logits, flags = logits.reshape(-1, len(weight)), flags.reshape(-1, len(weight))
+    margins = torch.as_tensor(delta, dtype=torch.float64).expand(labels.shape[:-1]).flatten().tolist()
+    return list(zip(logits, flags, margins, strict=True))
+
+
+def linear_as_multilabel_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.5,
+    against: str = "threshold", ignore_index: int = -100, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """`as_multilabel_loss` of `linear_logits`, one row after the other, with class numbers as labels.
+
+    >>> linear_as_multilabel_loss(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0]]), torch.tensor([[0], [0]]))
+    tensor(1.3498)
+    """
+    rows = _each_row(hidden, weight, labels, bias, delta, ignore_index)
+    losses = [as_multilabel_loss(o, y, delta=d, against=against) for o, y, d in rows]
+    loss = torch.stack(losses).reshape(labels.shape[:-1])
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def linear_as_multilabel_stats(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.5,
+    against: str = "threshold", ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`as_multilabel_stats` of `linear_logits`.
+
+    >>> linear_as_multilabel_stats(torch.eye(2), torch.tensor([[4.0, 0.0], [-4.0, 1.0]]), torch.tensor([[0], [0]]))[:2]
+    (tensor([ True, False]), tensor([0, 2]))
+    """
+    rows = _each_row(hidden, weight, labels, bias, delta, ignore_index)
+    stats = [as_multilabel_stats(o, y, delta=d, against=against) for o, y, d in rows]
+    solved, kept, margin = (torch.stack(part).reshape(labels.shape[:-1]) for part in zip(*stats, strict=True))
+    return solved, kept, margin
+
+
 def delta_table(final: float, initial: float, ratio: float, total_steps: int, shape: str = "linear") -> list[float]:
     """The margin at every step, filled in step by step.
 
