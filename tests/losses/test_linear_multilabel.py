@@ -367,7 +367,12 @@ def test_padding_and_the_order_of_labels_change_nothing(backend: str) -> None:
         )
         return [loss.detach(), stats.kept, *torch.autograd.grad(loss.sum(), (hidden, weight, bias))]
 
-    for other in (labels.flip(-1), F.pad(labels, (3, 9), value=IGNORED), labels.to(torch.int32), labels.to(torch.int16)):
+    for other in (
+        labels.flip(-1),
+        F.pad(labels, (3, 9), value=IGNORED),
+        labels.to(torch.int32),
+        labels.to(torch.int16),
+    ):
         for a, b in zip(found(other), found(labels), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -569,9 +574,7 @@ def test_compiled_as_one_graph_for_any_delta(backend: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(h: Tensor, w: Tensor, b: Tensor, t: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-        loss, stats = linear_as_multilabel_loss(
-            h * 1.5, w, t, bias=b, delta=delta, backend=backend, return_stats=True
-        )
+        loss, stats = linear_as_multilabel_loss(h * 1.5, w, t, bias=b, delta=delta, backend=backend, return_stats=True)
         return loss, stats.kept
 
     compiled = torch.compile(function, fullgraph=True, backend=counter)

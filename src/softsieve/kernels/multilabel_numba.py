@@ -169,9 +169,7 @@ def _forward_rows(
 
 
 @_jit_parallel
-def _forward_spans(
-    x: Any, flags: Any, delta: float, spans: int, loss: Any, sides: Any, kept: Any, margin: Any
-) -> int:
+def _forward_spans(x: Any, flags: Any, delta: float, spans: int, loss: Any, sides: Any, kept: Any, margin: Any) -> int:
     wrong = np.int64(0)
     for span in prange(spans):
         low, high = span * len(x) // spans, (span + 1) * len(x) // spans
