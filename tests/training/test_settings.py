@@ -122,7 +122,12 @@ def test_learning_rate_at_its_corners() -> None:
 def test_round_trip_through_json() -> None:
     settings = Settings(epochs=7, delta_ratio=0.3, precision="bf16")
     assert Settings(**json.loads(json.dumps(settings.asdict()))) == settings
-    newer = {"loss_options", "skip_margin", "skip_after"}  # said where they are given, so that others read as they did
+    newer = {
+        "loss_options",
+        "skip_margin",
+        "skip_after",
+        "many_classes",
+    }  # said where they are given, so that others read as they did
     assert not newer & settings.asdict().keys()
     assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}
     given = dataclasses.replace(settings, skip_margin=0.6, skip="solved")

@@ -25,6 +25,8 @@ from softsieve import _checks
 from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
+from softsieve.losses.linear import linear_as_cross_entropy
+from softsieve.losses.linear_multilabel import linear_as_multilabel_loss
 from softsieve.losses.multilabel import RULES, as_multilabel_loss, positives
 
 TINY = 1e-12  # powers of less have no slope
@@ -51,6 +53,7 @@ class Objective(ABC):
     """What a trainer knows of a loss. Options are fields, so an objective prints and serialises with its settings."""
 
     reduction: str = "mean"
+    takes_hidden: ClassVar[bool] = False  # whether `linear` is there, for a plain linear head
     limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # what the numbers among the fields may be
 
     def __post_init__(self) -> None:
@@ -65,6 +68,10 @@ class Objective(ABC):
     @abstractmethod
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         """Loss of logits ``(..., C)`` against a target: labels ``(...)``, or flags ``(..., C)`` for multi-label."""
+
+    def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
+        """Loss of ``head(hidden)`` without ever holding it; the target of multi-label is class numbers ``(..., L)``."""
+        raise NotImplementedError(f"{type(self).__name__} needs the logits")
 
 
 @dataclass(kw_only=True)
@@ -106,6 +113,12 @@ class Rival(SingleLabel):
 
 class Softmax(Rival):
     """Plain cross-entropy."""
+
+    takes_hidden = True
+
+    def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "reduction": self.reduction}
+        return Outcome(linear_as_cross_entropy(hidden, head.weight, target, bias=head.bias, delta=1.0, **options))
 
 
 @dataclass(kw_only=True)
@@ -224,12 +237,20 @@ class ASSoftmax(SingleLabel):
     """AS-Softmax (arXiv 2508.03175). ``delta`` may be changed while training."""
 
     delta: float = 0.1
+    takes_hidden = True
     limits = (("delta", 0, 1),)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         loss, stats = as_cross_entropy(
             logits, target, delta=self.delta, ignore_index=self.ignore_index, reduction=self.reduction,
             return_stats=True,
+        )  # fmt: skip
+        return Outcome(loss, stats.solved, stats.margin)
+
+    def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
+        loss, stats = linear_as_cross_entropy(
+            hidden, head.weight, target, bias=head.bias, delta=self.delta, ignore_index=self.ignore_index,
+            reduction=self.reduction, return_stats=True,
         )  # fmt: skip
         return Outcome(loss, stats.solved, stats.margin)
 
@@ -240,8 +261,14 @@ class MultiLabelSoftmax(Objective):
     It is AS with a margin that nothing reaches.
     """
 
+    takes_hidden = True
+
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         return Outcome(as_multilabel_loss(logits, target, delta=1.0, reduction=self.reduction))
+
+    def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
+        options: dict[str, Any] = {"bias": head.bias, "delta": 1.0, "reduction": self.reduction}
+        return Outcome(linear_as_multilabel_loss(hidden, head.weight, target, **options))
 
 
 @dataclass(kw_only=True)
@@ -254,11 +281,19 @@ class MultiLabelASSoftmax(Objective):
 
     delta: float = 0.7
     against: str = "threshold"
+    takes_hidden = True
     limits = (("delta", 0, 1),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.choice("against", self.against, RULES)
+
+    def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
+        loss, stats = linear_as_multilabel_loss(
+            hidden, head.weight, target, bias=head.bias, delta=self.delta, against=self.against,
+            reduction=self.reduction, return_stats=True,
+        )  # fmt: skip
+        return Outcome(loss, stats.solved, stats.margin)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
         loss, stats = as_multilabel_loss(

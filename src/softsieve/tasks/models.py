@@ -23,15 +23,18 @@ class Body(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A body and the head of an objective; called with the inputs of `Rows` by name."""
+    """A body and the head of an objective; called with the inputs of `Rows` by name.
+
+    While it is ``headless`` it returns what the head would be given: for losses that do without logits.
+    """
 
     def __init__(self, body: Body, head: nn.Module) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.body, self.head, self.headless = body, head, False
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(**inputs))
-        return logits
+        hidden: Tensor = self.body(**inputs)
+        return hidden if self.headless else self.head(hidden)
 
 
 class TextBody(Body):

@@ -47,7 +47,7 @@ class Evaluator:
             with torch.no_grad():
                 logits, row = replica.row_losses(rows.batch(index, positions=positions))
                 shown = row.loss.float(), row.margin
-                return (*shown, self.judge.decide(logits)) if judged else shown
+                return (*shown, replica.decide(self.judge.decide, logits)) if judged else shown
 
         return Graphed(forward, limit=MOST_GRAPHS) if replica.graphs else forward
 
@@ -86,7 +86,8 @@ class Evaluator:
         """Those of a few rows, on the CPU; every process computes all of them."""
         with self.replica.in_eval_mode(), torch.no_grad():
             parts = torch.split(index, self.batch_size)
-            return torch.cat([self.replica.model(**rows.batch(part).inputs).float().cpu() for part in parts])
+            outputs = (self.replica.model(**rows.batch(part).inputs).float() for part in parts)
+            return torch.cat([self.replica.decide(lambda logits: logits, some).cpu() for some in outputs])
 
 
 def _join(parts: tuple[Tensor, ...]) -> Tensor:

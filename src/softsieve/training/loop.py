@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
-from softsieve.tasks.rows import Rows
+from softsieve.tasks.rows import LabelRows, Rows
 from softsieve.training.checkpoint import RunState, restore_run, save_run
 from softsieve.training.evaluator import Evaluator, Judge
 from softsieve.training.journal import Journal
@@ -59,8 +59,8 @@ class Trainer:
         _check(train, validation, judge, settings)
         self.replica = replica = Replica(model, objective, settings)
         self.model = replica.model
-        self.train = train.to(replica.device)
-        self.validation = None if validation is None else validation.to(replica.device)
+        self.train = self._take(train, "training data")
+        self.validation = None if validation is None else self._take(validation, "validation data")
         self.sampler = _make_sampler(len(train), settings)
         self.schedule, self.speed = settings.schedule(), settings.speed()
         self.results = RowResults(len(train), replica.device)
@@ -70,6 +70,17 @@ class Trainer:
         self.steps = kind(replica, self.train, self.results, settings)
         self.state = RunState()
         self.rate = 0.0  # the learning rate of the latest step
+
+    def _take(self, rows: Rows, name: str) -> Rows:
+        """Rows on the device; those without any label are refused where the loss goes without logits."""
+        if self.replica.head is not None and isinstance(rows, LabelRows):
+            empty = (rows.target < 0).all(1).nonzero()
+            if len(empty):
+                raise InputError(
+                    f"{name}: with so many classes every row needs a label, found none in {len(empty)} of {len(rows)}, "
+                    f"the first being row {int(empty[0])}"
+                )
+        return rows.to(self.replica.device)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -232,7 +243,7 @@ class Trainer:
         """Metrics over rows, the validation rows unless others are given, and the answers they are made from."""
         self.replica.synchronise()  # steps still under way are none of its time
         started = time.perf_counter()
-        rows = self.validation if rows is None else rows.to(self.replica.device)
+        rows = self.validation if rows is None else self._take(rows, "evaluation")
         if rows is None:
             raise InputError("evaluation: expected rows, found neither rows nor validation rows")
         metrics, decided = self.evaluator.evaluate(rows)

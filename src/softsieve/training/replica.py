@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,8 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from softsieve.errors import InputError
 from softsieve.losses.objectives import Objective
 from softsieve.tasks.labels import label_flags
+from softsieve.tasks.models import Classifier
 from softsieve.tasks.rows import IGNORED, Batch
 from softsieve.training.settings import Settings
+
+T = TypeVar("T")
+MANY_CLASSES = 2**15  # from which logits cost more than they help
+FEW_LOGITS = 2**26  # that evaluation holds at a time: 256 MB
 
 
 class RowPass(NamedTuple):
@@ -47,6 +52,7 @@ class Replica:
         # State with whole tensors, which only the main process gets of a sharded model.
         self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
         self.objective = objective
+        self.head = None if self.sharded else _fused_head(model, objective, settings)
         self.model, self.optimizer = self.accelerator.prepare(model, self._make_optimizer(model, settings))
 
     def _make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -71,21 +77,50 @@ class Replica:
                 group["lr"] = rate
 
     def row_losses(self, batch: Batch) -> tuple[Tensor, RowPass]:
-        """The logits of a batch, and what they say of every row; a row of tokens is solved, and leads, as its worst."""
+        """The outputs of the model, and what they say of every row; a row of tokens is solved, and leads, as its worst.
+
+        Outputs are logits, or without a head what `decide` makes them of.
+        """
         logits, target = self.model(**batch.inputs).float(), batch.target
+        if self.head is not None:
+            return logits, self._row_pass(*self._in_autocast(self.objective.linear, logits, self.head, target))
         tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
         if target.ndim == logits.ndim and target.dtype != torch.bool:
             target = label_flags(target, logits.shape[-1])
         flat = (logits.flatten(0, -2), target.flatten()) if tokens else (logits, target)
-        loss, solved, margin = self.objective(*flat)  # flat: as many positions as classes are nothing to warn of
-        if solved is None or margin is None:
-            solved, margin = torch.zeros_like(loss, dtype=torch.bool), torch.zeros_like(loss.detach())
+        loss, solved, margin = self._row_pass(*self.objective(*flat))  # flat: else as many positions as classes warn
         if tokens:
             ignored = target == IGNORED
             solved = (solved.view(target.shape) | ignored).all(-1)
             margin = margin.view(target.shape).masked_fill(ignored, 1.0).amin(-1)
             loss = loss.view(target.shape).sum(-1)
-        return logits, RowPass(loss, solved, margin.float())
+        return logits, RowPass(loss, solved, margin)
+
+    def _row_pass(self, loss: Tensor, solved: Tensor | None, margin: Tensor | None) -> RowPass:
+        """What an objective said; of one that solves nothing, nothing is."""
+        if solved is None or margin is None:
+            return RowPass(loss, torch.zeros_like(loss, dtype=torch.bool), torch.zeros_like(loss.detach()).float())
+        return RowPass(loss, solved, margin.float())
+
+    def decide(self, decide: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+        """Answers to the outputs of `row_losses`; without logits of so many rows that they do not fit."""
+        if self.head is None:
+            return decide(outputs)
+        size = max(1, FEW_LOGITS // self.head.out_features)
+        parts = torch.split(outputs, size)
+        return torch.cat([decide(self._in_autocast(self.head, part).float()) for part in parts])
+
+    def _in_autocast(self, function: Callable[..., T], *args: Any) -> T:
+        """A call in the precision that the model runs in."""
+        with self.accelerator.autocast():
+            return function(*args)
+
+    def plain_model(self) -> nn.Module:
+        """The model that was given, with its weights as they are, and with its head."""
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        if self.head is not None:
+            model.headless = False  # type: ignore[assignment]
+        return model
 
     def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
         """This process's part of the rows ``index``, equally long on all; what fills it up to that has weight 0."""
@@ -162,3 +197,14 @@ class Replica:
         torch.set_rng_state(random["cpu"][self.rank].clone())  # it does not bear a view
         if self.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"][self.rank].clone())
+
+
+def _fused_head(model: nn.Module, objective: Objective, settings: Settings) -> nn.Linear | None:
+    """The head that the objective can do without the logits of, if there are many; the model is left without it."""
+    many = MANY_CLASSES if settings.many_classes is None else settings.many_classes
+    if not objective.takes_hidden or not isinstance(model, Classifier) or not isinstance(model.head, nn.Linear):
+        return None
+    if model.head.out_features < many:
+        return None
+    model.headless = True
+    return model.head

@@ -95,7 +95,7 @@ def train(
         row = {**metrics, **{name: getattr(result, name) for name in costs}}
         _write_record(output, configuration, row, logits)
     trainer.replica.accelerator.wait_for_everyone()
-    return Run(result, test, decided, trainer.replica.accelerator.unwrap_model(trainer.model))
+    return Run(result, test, decided, trainer.replica.plain_model())
 
 
 def _collect_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:

@@ -14,7 +14,7 @@ from softsieve.training.speed import ASSpeed
 
 SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
-NEWER = ("loss_options", "skip_margin", "skip_after")  # than the first version
+NEWER = ("loss_options", "skip_margin", "skip_after", "many_classes")  # than the first version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Settings:
             of it is better; None: of all but the loss.
         patience: evaluations without a better metric before training stops; 0: never.
         precision: of the matrix products.
+        many_classes: classes from which a linear head and its loss, where that can, go without logits; None: 32,768.
         graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
         seed: of weights, order and dropout.
     """
@@ -75,6 +76,7 @@ class Settings:
     greater_is_better: bool | None = None
     patience: int = 0
     precision: str = "no"
+    many_classes: int | None = None
     graphs: bool = False
     seed: int = 42
 
@@ -85,6 +87,8 @@ class Settings:
             _checks.whole_number(name, getattr(self, name), 1, 2**31)
         for name in ("eval_steps", "save_steps", "patience", "seed", "skip_after"):
             _checks.whole_number(name, getattr(self, name), 0, 2**31)
+        if self.many_classes is not None:
+            _checks.whole_number("many_classes", self.many_classes, 1, 2**31)
         for name in ("weight_decay", "max_grad_norm"):
             _checks.number(name, getattr(self, name), 0)
         _checks.number("warmup_ratio", self.warmup_ratio, 0, 1)
