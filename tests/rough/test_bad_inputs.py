@@ -34,7 +34,7 @@ from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from softsieve.losses import make_objective
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.read import read_data, read_inputs
-from softsieve.tasks.rows import Rows
+from softsieve.tasks.rows import LabelRows, Rows
 from softsieve.training import InfoBatchSampler, SelectiveBackpropSampler, SeTaSampler
 from softsieve.training.settings import Settings
 
@@ -627,6 +627,7 @@ ENTRIES: dict[str, Entry] = {
                 ("initial_delta", "delta_ratio", "speed_lambda", "tolerance", "recheck", "screen_above"), "number"
             ),
             "skip_margin": "number",
+            "many_classes": "whole",
             **dict.fromkeys(("loss", "delta_shape", "skip", "precision"), "choice"),
             **dict.fromkeys(("merge", "graphs"), "flag"),
         },
@@ -635,6 +636,12 @@ ENTRIES: dict[str, Entry] = {
     "Rows": Entry(
         lambda inputs, target: Rows({"features": inputs}, target).batch(torch.tensor([0, 1])),
         lambda: {"inputs": _made(ROWS, D), "target": torch.arange(ROWS)},
+        {"inputs": "tensor", "target": "tensor"},
+        also=("features",),
+    ),
+    "LabelRows": Entry(
+        lambda inputs, target: LabelRows({"features": inputs}, target).batch(torch.tensor([0, 1])),
+        lambda: {"inputs": _made(ROWS, D), "target": torch.arange(ROWS)[:, None]},
         {"inputs": "tensor", "target": "tensor"},
         also=("features",),
     ),
