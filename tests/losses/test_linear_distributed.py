@@ -27,7 +27,7 @@ from softsieve.kernels.cross_entropy import HAS_TRITON
 from tests.helpers import IGNORED
 
 WORLD = 2
-LIMIT = 60.0  # seconds, for all that a group of processes does
+LIMIT = 60.0  # seconds, for all that a group of two processes does
 Found = dict[str, Any]
 
 
@@ -37,10 +37,11 @@ def launch(function: Callable[..., Found], folder: Path, *args: Any, world: int 
         patch.setenv("TRITON_INTERPRET", "1")  # for the processes, which import Triton after this
         arguments = (world, function, str(folder), args)
         context = spawn(worker, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
-    end = time.monotonic() + LIMIT
+    limit = LIMIT * world / WORLD
+    end = time.monotonic() + limit
     try:
         while not context.join(max(0.0, end - time.monotonic())):
-            assert time.monotonic() < end, f"a process hangs: not done after {LIMIT} s"
+            assert time.monotonic() < end, f"a process hangs: not done after {limit} s"
     finally:
         for process in context.processes:
             process.kill()

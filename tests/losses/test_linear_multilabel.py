@@ -148,6 +148,22 @@ def check(case: Case, dtype: torch.dtype, backend: str, *, upstream: Tensor | No
     near(stats.margin, margin, dtype, "margin")
 
 
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts products of matrices, and the bytes of the largest tensor that is not of a shape that may be."""
+
+    def __init__(self, besides: tuple[int, ...] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.besides, self.products, self.largest = besides, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_, torch.ops.aten.addmm)
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor) and value.shape != self.besides:
+                self.largest = max(self.largest, value.nbytes)
+        return out
+
+
 # -- values and gradients ----------------------------------------------------------------------------------------------
 
 
@@ -326,17 +342,9 @@ def test_only_rows_with_unsolved_negatives_are_multiplied_again(backend: str) ->
     for wanted in (torch.tensor(wide), ~torch.tensor(wide)):
         part = hidden.detach()[wanted.to(DEVICE)].requires_grad_()
         loss = linear_as_multilabel_loss(part, weight, labels[wanted.to(DEVICE)], delta=DELTA, backend=backend)
-        products = []
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
-                    products.append(func)  # noqa: B023
-                return func(*args, **(kwargs or {}))
-
-        with Watch():
+        with Watch() as seen:
             torch.autograd.grad(loss, (part, weight))
-        assert bool(products) == bool(wanted.equal(torch.tensor(wide)))
+        assert bool(seen.products) == wanted.equal(torch.tensor(wide))
 
 
 # -- what may be asked -------------------------------------------------------------------------------------------------
@@ -367,7 +375,12 @@ def test_padding_and_the_order_of_labels_change_nothing(backend: str) -> None:
         )
         return [loss.detach(), stats.kept, *torch.autograd.grad(loss.sum(), (hidden, weight, bias))]
 
-    for other in (labels.flip(-1), F.pad(labels, (3, 9), value=IGNORED), labels.to(torch.int32), labels.to(torch.int16)):
+    for other in (
+        labels.flip(-1),
+        F.pad(labels, (3, 9), value=IGNORED),
+        labels.to(torch.int32),
+        labels.to(torch.int16),
+    ):
         for a, b in zip(found(other), found(labels), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -449,21 +462,10 @@ def test_no_matrix_of_all_classes(backend: str, monkeypatch: pytest.MonkeyPatch)
     rows, classes = 24, 5000
     case = make_case(rows, 2, classes)
     hidden, weight, bias, labels = case.arguments(torch.float32)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for value in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(value, Tensor) and value.shape != weight.shape:
-                    largest = max(largest, value.nbytes)
-            return out
-
-    with Watch():
+    with Watch(besides=weight.shape) as seen:
         loss = linear_as_multilabel_loss(hidden, weight, labels, bias=bias, backend=backend)
         torch.autograd.grad(loss, (hidden, weight, bias))
-    assert largest < rows * classes * 4 / 2  # bytes of half the logits
+    assert seen.largest < rows * classes * 4 / 2  # bytes of half the logits
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -569,9 +571,7 @@ def test_compiled_as_one_graph_for_any_delta(backend: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(h: Tensor, w: Tensor, b: Tensor, t: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-        loss, stats = linear_as_multilabel_loss(
-            h * 1.5, w, t, bias=b, delta=delta, backend=backend, return_stats=True
-        )
+        loss, stats = linear_as_multilabel_loss(h * 1.5, w, t, bias=b, delta=delta, backend=backend, return_stats=True)
         return loss, stats.kept
 
     compiled = torch.compile(function, fullgraph=True, backend=counter)
@@ -601,8 +601,8 @@ def test_the_ops_pass_the_checks_of_torch() -> None:
     outputs = [x.detach() for x in torch.ops.softsieve.linear_as_multilabel_loss(*arguments)]
     factor = torch.rand(6, dtype=torch.float64)
     leaves = (hidden.detach(), weight.detach(), bias.detach())
-    arguments = (factor, *leaves, case.labels, outputs[3:], IGNORED, "torch", "", [True, True, True])
-    torch.library.opcheck(torch.ops.softsieve.linear_as_multilabel_loss_backward.default, arguments)
+    others = (factor, *leaves, case.labels, outputs[3:], IGNORED, "torch", "", [True, True, True])
+    torch.library.opcheck(torch.ops.softsieve.linear_as_multilabel_loss_backward.default, others)
 
 
 def test_a_second_derivative_is_refused_unless_the_reference_is_asked() -> None:
