@@ -33,10 +33,12 @@ def test_the_fixed_names_are_there() -> None:
         "ASSpeed",
         "ASStats",
         "DeltaSchedule",
+        "LinearASMultiLabelLoss",
         "SolvedSampler",
         "as_cross_entropy",
         "as_keep_mask",
         "as_multilabel_loss",
+        "linear_as_multilabel_loss",
     }
     assert softsieve.__all__ == sorted(softsieve.__all__)
     assert softsieve.__version__

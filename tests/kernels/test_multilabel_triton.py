@@ -1,4 +1,4 @@
-"""The Triton kernels of the multi-label loss against those of the CPU: on the GPU where there is one, else interpreted."""
+"""The Triton kernels of the multi-label loss against plain torch: on the GPU where there is one, else interpreted."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def test_no_host_synchronisation() -> None:
     loss, _ = as_cross_entropy(logits, target, return_stats=True)
     loss.backward()  # type: ignore[no-untyped-call]
     as_keep_mask(logits, target)
-    as_multilabel_loss(logits, logits.detach() > 1).backward()  # type: ignore[no-untyped-call]
+    for against in ("labels", "threshold"):
+        as_multilabel_loss(logits, logits.detach() > 1, against=against).backward()  # type: ignore[no-untyped-call]
 
 
 def test_capturable_in_a_graph() -> None:

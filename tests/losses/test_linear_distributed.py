@@ -27,31 +27,33 @@ from softsieve.kernels.cross_entropy import HAS_TRITON
 from tests.helpers import IGNORED
 
 WORLD = 2
-LIMIT = 60.0  # seconds, for all that a group of processes does
+LIMIT = 60.0  # seconds, for all that a group of two processes does
 Found = dict[str, Any]
 
 
-def launch(function: Callable[..., Found], folder: Path, *args: Any) -> list[Found]:
+def launch(function: Callable[..., Found], folder: Path, *args: Any, world: int = WORLD) -> list[Found]:
     """What the function returns in each of the processes of a group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # for the processes, which import Triton after this
-        context = spawn(worker, (function, str(folder), args), nprocs=WORLD, join=False)  # type: ignore[no-untyped-call]
-    end = time.monotonic() + LIMIT
+        arguments = (world, function, str(folder), args)
+        context = spawn(worker, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
+    limit = LIMIT * world / WORLD
+    end = time.monotonic() + limit
     try:
         while not context.join(max(0.0, end - time.monotonic())):
-            assert time.monotonic() < end, f"a process hangs: not done after {LIMIT} s"
+            assert time.monotonic() < end, f"a process hangs: not done after {limit} s"
     finally:
         for process in context.processes:
             process.kill()
-    return [torch.load(folder / f"found{rank}.pt") for rank in range(WORLD)]
+    return [torch.load(folder / f"found{rank}.pt") for rank in range(world)]
 
 
-def worker(rank: int, function: Callable[..., Found], folder: str, args: tuple[Any, ...]) -> None:
+def worker(rank: int, world: int, function: Callable[..., Found], folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name need not lead anywhere
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=LIMIT / 2)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT / 2)
     )
     torch.save(function(rank, *args), f"{folder}/found{rank}.pt")
     gc.collect()  # what still holds the group would keep its threads alive past the interpreter, which aborts them

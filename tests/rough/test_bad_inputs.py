@@ -268,6 +268,7 @@ LINEAR = {
     "class_weight": "factor", "row_weight": "factor", "softcap": "number",
     "backend": "choice", "return_stats": "flag",
 }  # fmt: skip
+LABELS = {"ignore_index": "whole", "backend": "choice", **MULTILABEL}
 HEAD = {
     "weight": "tensor", "bias": "factor", "eps": "number", "delta": "number", "beta": "number",
     "method": "choice", "guarantee": "choice", "noise": "number", "read_chosen": "flag", "rotate": "flag",
@@ -280,6 +281,11 @@ def _linear() -> dict[str, Any]:
         "hidden": _made(ROWS, D), "weight": _made(N, D), "target": torch.arange(ROWS), "bias": _made(N),
         "class_weight": _made(N).abs(), "row_weight": _made(ROWS).abs(), "return_stats": True,
     }  # fmt: skip
+
+
+def _linear_labels() -> dict[str, Any]:
+    labels = torch.stack([torch.arange(ROWS), torch.full((ROWS,), N - 1)], 1)
+    return {"hidden": _made(ROWS, D), "weight": _made(N, D), "labels": labels, "bias": _made(N), "return_stats": True}
 
 
 def _module(make: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
@@ -387,6 +393,12 @@ ENTRIES: dict[str, Entry] = {
         _linear,
         {name: kind for name, kind in LINEAR.items() if name != "backend"},
     ),
+    "linear_as_multilabel_loss": Entry(
+        softsieve.linear_as_multilabel_loss,
+        _linear_labels,
+        {"hidden": "factor", "weight": "factor", "labels": "tensor", "bias": "factor", **LABELS},
+        also=("hidden, weight",),
+    ),
     "ASCrossEntropyLoss": Entry(
         _module(softsieve.ASCrossEntropyLoss, ("logits", "target")),
         lambda: {**_logits(), "weight": _made(N).abs()},
@@ -409,6 +421,19 @@ ENTRIES: dict[str, Entry] = {
             "softcap": "number",
             "backend": "choice",
             "return_stats": "flag",
+        },
+        also=("weight",),
+    ),
+    "LinearASMultiLabelLoss": Entry(
+        _module(softsieve.LinearASMultiLabelLoss, ("hidden", "labels")),
+        lambda: {"hidden": _made(ROWS, D), "labels": torch.arange(ROWS)[:, None], "in_features": D, "num_classes": N},
+        {
+            "hidden": "factor",
+            "labels": "tensor",
+            "in_features": "size",
+            "num_classes": "size",
+            "bias": "flag",
+            **LABELS,
         },
         also=("weight",),
     ),

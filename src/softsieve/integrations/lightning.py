@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from softsieve.errors import InputError
 from softsieve.losses.linear import LinearASCrossEntropyLoss
-from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss
+from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss, LinearASMultiLabelLoss
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax
 from softsieve.losses.schedule import DeltaSchedule
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
 
-LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss)
+LOSSES = (ASCrossEntropyLoss, ASMultiLabelLoss, LinearASCrossEntropyLoss, LinearASMultiLabelLoss)
 
 
 def _read_output(outputs: Any, name: str) -> Tensor:

@@ -23,7 +23,8 @@ def _take(products, bias, label, own, start, width, labels, BIASED: tl.constexpr
     products += row * width + t
     x = _logit(tl.load(products, mask=here, other=0.0), bias, start + t, here, 0.0, BIASED, False)
     tl.store(own + row * labels + at, x, mask=here)
-    tl.store(products, (x * 0.0 - float("inf")).to(products.dtype.element_ty), mask=here)
+    gone = tl.full((BLOCK,), -float("inf"), tl.float32)
+    tl.store(products, gone.to(products.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -48,10 +48,10 @@ def _uses_triton(logits: Tensor) -> bool:
 
 def _forward(logits: Tensor, target: Tensor, delta: float, reduction: str) -> Outputs:
     if not _uses_triton(logits):
-        loss, *others = multilabel_torch.forward(logits, target, delta)
+        loss, sides, kept, margin = multilabel_torch.forward(logits, target, delta)
         if reduction != "none":
             loss = loss.mean() if reduction == "mean" else loss.sum()
-        return loss, *others
+        return loss, sides, kept, margin
     from softsieve.kernels import multilabel_triton
 
     outputs, valid = multilabel_triton.forward(logits, target, delta, reduction)

@@ -204,7 +204,7 @@ def _backward_spans(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept
         _backward_rows(grad, factor, x, flags, sides, kept, low, high)
 
 
-def forward(x: Any, flags: Any, delta: float, threads: int, loss: Any, sides: Any, kept: Any, margin: Any) -> int:
+def forward(x: Any, flags: Any, loss: Any, sides: Any, kept: Any, margin: Any, *, delta: float, threads: int) -> int:
     """Fill in what is known of these rows, and return how many flags are neither 0 nor 1. All arrays are contiguous."""
     if threads == 1:
         wrong: int = _forward_rows(x, flags, delta, 0, len(x), loss, sides, kept, margin)
@@ -213,7 +213,7 @@ def forward(x: Any, flags: Any, delta: float, threads: int, loss: Any, sides: An
     return wrong
 
 
-def backward(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept: Any, threads: int) -> None:
+def backward(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept: Any, *, threads: int) -> None:
     """Fill in the gradient of these rows, each times its factor."""
     if threads == 1:
         _backward_rows(grad, factor, x, flags, sides, kept, 0, len(x))

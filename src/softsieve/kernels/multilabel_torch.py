@@ -42,6 +42,7 @@ def check_flags(flags: Tensor) -> Tensor:
 
 
 def refuse_flags(flags: Tensor) -> None:
+    """Raise for the first flag that is neither 0 nor 1."""
     wrong = flags[(flags != 0) & (flags != 1)]
     raise ValueError(f"{WRONG}, found {wrong[0].item()}")
 
@@ -60,8 +61,8 @@ def forward(logits: Tensor, target: Tensor, delta: float) -> tuple[Tensor, Tenso
         from softsieve.kernels import multilabel_numba
 
         for rows, x, flags, _ in _arrays(logits, target):
-            parts = (part[rows].numpy() for part in (loss, sides, kept, margin))
-            if multilabel_numba.forward(x.numpy(), flags.numpy(), delta, _threads(x), *parts):
+            parts = [part[rows].numpy() for part in (loss, sides, kept, margin)]
+            if multilabel_numba.forward(x.numpy(), flags.numpy(), *parts, delta=delta, threads=_threads(x)):
                 refuse_flags(target)
         return loss, sides, kept, margin
     for rows in _blocks(logits):
@@ -127,8 +128,8 @@ def backward(factor: Tensor, logits: Tensor, target: Tensor, sides: Tensor, kept
         factor = factor.contiguous()
         for rows, x, flags, scratch in _arrays(logits, target):
             part = grad[rows] if grad.dtype == torch.float32 else scratch
-            arrays = (array.numpy() for array in (part, factor[rows], x, flags, sides[rows], kept[rows]))
-            multilabel_numba.backward(*arrays, _threads(x))
+            arrays = [array.numpy() for array in (part, factor[rows], x, flags, sides[rows], kept[rows])]
+            multilabel_numba.backward(*arrays, threads=_threads(x))
             if grad.dtype != torch.float32:
                 grad[rows] = part
         return grad

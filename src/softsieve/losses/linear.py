@@ -62,6 +62,7 @@ def choose_backend(backend: str, hidden: Tensor, group: Any) -> str:
 
 
 def check_options(ignore_index: int, reduction: str, backend: str) -> None:
+    """Refuse options that there are not."""
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.choice("backend", backend, BACKENDS)
