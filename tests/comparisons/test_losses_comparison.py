@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from softsieve.cli import app
 from softsieve.comparisons import losses as compare
 from softsieve.comparisons.output import beside
-from softsieve.comparisons.recipes import BUILT_IN, PRETRAINED, ROWS, recipe
+from softsieve.comparisons.recipes import ROWS
 from softsieve.errors import InputError
 from softsieve.tasks.presets import PRESETS
+from softsieve.tasks.read import read_data
+from softsieve.training.recipes import BUILT_IN, PRETRAINED, recipe, usual
 from softsieve.training.settings import Settings
 
 ONCE = ("--epochs", "1")  # where nothing has to be learnt
@@ -182,12 +184,29 @@ def test_files_of_one_name(tmp_path: Path) -> None:
     def jobs(*tasks: str, rows: tuple[str, ...] = ("softmax",)) -> list[compare.Job]:
         return compare.plan(tasks, rows, [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
 
-    names = {job.name for task in ("a/x.csv", "b/x.csv", "a/x.json") for job in jobs(task)}
+    folders = [own_data(tmp_path / name) for name in ("a/x", "b/x", "a/y")]
+    names = {job.name for folder in folders for job in jobs(folder)}
     assert len(names) == 3
-    with pytest.raises(InputError, match=r"task: expected different names, found 'x.csv' more than once"):
-        jobs("a/x.csv", "b/x.csv")
+    with pytest.raises(InputError, match=r"task: expected different names, found 'x' more than once"):
+        jobs(*folders[:2])
     with pytest.raises(InputError, match="row: expected different names, found 'softmax' more than once"):
-        jobs("a/x.csv", rows=("softmax", "softmax"))
+        jobs(folders[0], rows=("softmax", "softmax"))
+
+
+def own_data(folder: Path, rows: int = 6) -> str:
+    """A folder with training and test rows of two labels."""
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        (folder / f"{part}.csv").write_text("text,label\n" + "good,yes\nbad,no\n" * (rows // 2))
+    return str(folder)
+
+
+def test_data_of_ones_own_have_the_settings_of_train(tmp_path: Path) -> None:
+    folder = own_data(tmp_path / "reviews", rows=40)
+    (job,) = compare.plan([folder], ["softmax"], [3], model=None, max_length=8, data_dir=tmp_path, overrides={})
+    assert job.settings == Settings(**usual(read_data(folder), pretrained=False), loss="softmax", seed=3)
+    assert job.settings.learning_rate == 3e-3  # that of a built-in model
+    assert compare.run_job(job)["test"]["accuracy"] == 1
 
 
 def test_plan_refuses_unknown_rows(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from softsieve.cli import app
 from softsieve.comparisons import losses as compare
 from softsieve.comparisons import search
-from softsieve.comparisons.recipes import EPOCHS, PARAMETERS, PRETRAINED, RATES, ROWS, draw, recipe
+from softsieve.comparisons.recipes import EPOCHS, PARAMETERS, RATES, ROWS, draw
 from softsieve.errors import DivergedError, InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.read import read_data
+from softsieve.training.recipes import PRETRAINED, recipe
 from softsieve.training.run import train
 from softsieve.training.settings import Settings
 

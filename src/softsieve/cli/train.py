@@ -18,23 +18,22 @@ from softsieve._files import only_one
 from softsieve.cli.errors import is_main_process, one_line
 from softsieve.cli.options import Options, make_settings
 from softsieve.cli.progress import plain_console, quiet_hugging_face, table
-from softsieve.comparisons.recipes import recipe
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
-from softsieve.tasks.examples import Data, Examples, label_names
-from softsieve.tasks.metrics import are_bio, confusion_matrix_png
+from softsieve.tasks.examples import Data, Examples
+from softsieve.tasks.metrics import confusion_matrix_png
 from softsieve.tasks.presets import PRESETS, load_preset
 from softsieve.tasks.read import read_data
 from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import checkpoints
+from softsieve.training.recipes import usual
 from softsieve.training.settings import Settings
 
 if TYPE_CHECKING:  # needs the extra train
     from softsieve.training.run import Run
 
 CONFUSION = "confusion.png"
-PRETRAINED = {"learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
 
 
 def train(options: Options) -> None:
@@ -68,7 +67,7 @@ def _train(options: Options, console: Console) -> None:
     data, model = _read(options), options.model_name_or_path
     settings = make_settings(
         options,
-        _defaults(data, model),
+        usual(data, pretrained=model is not None),
         rows=len(data.train.inputs),
         validation=data.validation is not None,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
@@ -148,7 +147,7 @@ def _checkpoint(options: Options) -> Path | None:
     return saved[-1]
 
 
-# Data and defaults
+# Data
 
 
 def _read(options: Options, kind: str | None = None) -> Data:
@@ -183,22 +182,6 @@ def _read(options: Options, kind: str | None = None) -> Data:
     return data._replace(
         validation=data.validation if options.evaluates else None, test=data.test if options.predicts else None
     )
-
-
-def _defaults(data: Data, model: str | None) -> dict[str, Any]:
-    """Settings that suit the data, for what is not asked for."""
-    metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
-    if data.kind == "tokens" and are_bio(label_names(data)):
-        metric = "entity_f1"
-    usual = {"metric": metric, "delta": 0.7 if data.kind == "multilabel" else 0.1}
-    if model is not None:
-        return {**usual, **PRETRAINED}
-    # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
-    rows = len(data.train.inputs)
-    batch_size = 16 if rows < 1000 else 64
-    epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
-    built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
-    return {**usual, **built_in, **recipe(data.name, hidden_size=None)}
 
 
 # What is said

@@ -23,7 +23,7 @@ from softsieve import _checks
 from softsieve._files import check_writable
 from softsieve._records import provenance, write_record, write_text
 from softsieve.comparisons.output import beside
-from softsieve.comparisons.recipes import BASELINE, ROWS, recipe
+from softsieve.comparisons.recipes import BASELINE, ROWS
 from softsieve.errors import DivergedError, InputError, first_line
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.examples import Data
@@ -32,6 +32,7 @@ from softsieve.tasks.hf import read_hidden_size
 from softsieve.tasks.presets import PRESETS, load_preset
 from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
+from softsieve.training.recipes import recipe, usual
 from softsieve.training.run import Splits, encode, train
 from softsieve.training.settings import Settings
 
@@ -88,11 +89,17 @@ def plan(
             if names.count(name) > 1:
                 raise InputError(f"{what}: expected different names, found {name!r} more than once")
     size = None if model is None else read_hidden_size(model)
+    recipes = {
+        task: recipe(task, hidden_size=size)
+        if task in PRESETS
+        else usual(read_task(task, str(data_dir)), pretrained=model is not None)
+        for task in tasks
+    }
     return [
         Job(
             task,
             row,
-            Settings(**{**recipe(task, hidden_size=size), **overrides, **ROWS[row], "seed": seed}),
+            Settings(**{**recipes[task], **overrides, **ROWS[row], "seed": seed}),
             model,
             max_length,
             str(data_dir),

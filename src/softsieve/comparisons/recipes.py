@@ -1,4 +1,4 @@
-"""What the comparisons of record train with: rows of tables, settings for each data set, and what a search draws."""
+"""What the comparisons of record train with: rows of tables, and what a search draws."""
 
 from __future__ import annotations
 
@@ -28,44 +28,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "as-skip-speed-stopping": {"loss": "as-softmax", "skip": "solved", "speed_steps": 2, "patience": 1},
 }
 BASELINE = "softmax"
-
-# Data set -> settings with a pretrained encoder, and with the built-in model. Learning rates are those of small
-# encoders, such as MiniLM; one of `LARGE` features or more (the base size of BERT, MPNet and others) has half of them.
-LARGE = 768
-PRETRAINED: dict[str, dict[str, Any]] = {
-    "clinc150": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4},
-    "sst5": {"epochs": 7, "batch_size": 16, "learning_rate": 6e-5, "delta": 0.3},
-    "conll2003": {"epochs": 4, "batch_size": 32, "learning_rate": 2e-4, "metric": "entity_f1"},
-    "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
-    "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
-    "eurlex57k": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
-}
-BUILT_IN: dict[str, dict[str, Any]] = {
-    "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
-    "sst5": {"epochs": 7, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.3},
-    "eurosat": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3},
-    "cifar10": {"epochs": 10, "batch_size": 128, "learning_rate": 3e-3},
-    "mnist": {"epochs": 3, "batch_size": 128, "learning_rate": 3e-3},
-    "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 3e-3},
-    "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
-    "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
-    "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
-    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
-}
-
-
-def recipe(task: str, *, hidden_size: int | None) -> dict[str, Any]:
-    """Settings of a data set with an encoder of so many features, None: the built-in one; {} for one that has none.
-
-    Example:
-        >>> [recipe("sst5", hidden_size=size)["learning_rate"] for size in (384, 768)]
-        [6e-05, 3e-05]
-    """
-    settings = dict((BUILT_IN if hidden_size is None else PRETRAINED).get(task, {}))
-    if hidden_size is not None and hidden_size >= LARGE and settings:
-        settings["learning_rate"] /= 2
-    return settings
-
 
 # What a search draws (`softsieve compare --search`). The first trial of a row is the recipe itself.
 

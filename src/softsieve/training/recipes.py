@@ -1,0 +1,69 @@
+"""Settings that suit data, where nobody says otherwise: what `softsieve train` and `softsieve compare` begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from softsieve.tasks.examples import Data, label_names
+from softsieve.tasks.metrics import are_bio
+
+# Data set -> settings with a pretrained encoder, and with the built-in model. Learning rates are those of small
+# encoders, such as MiniLM; one of `LARGE` features or more (the base size of BERT, MPNet and others) has half of them.
+LARGE = 768
+PRETRAINED: dict[str, dict[str, Any]] = {
+    "clinc150": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4},
+    "sst5": {"epochs": 7, "batch_size": 16, "learning_rate": 6e-5, "delta": 0.3},
+    "conll2003": {"epochs": 4, "batch_size": 32, "learning_rate": 2e-4, "metric": "entity_f1"},
+    "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
+    "reuters": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
+    "eurlex57k": {"epochs": 8, "batch_size": 32, "learning_rate": 1e-4, "delta": 0.7, "metric": "micro_f1"},
+}
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
+    "sst5": {"epochs": 7, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.3},
+    "eurosat": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3},
+    "cifar10": {"epochs": 10, "batch_size": 128, "learning_rate": 3e-3},
+    "mnist": {"epochs": 3, "batch_size": 128, "learning_rate": 3e-3},
+    "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 3e-3},
+    "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
+    "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
+    "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
+    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
+}
+
+
+def recipe(task: str, *, hidden_size: int | None) -> dict[str, Any]:
+    """Settings of a data set with an encoder of so many features, None: the built-in one; {} for one that has none.
+
+    Example:
+        >>> [recipe("sst5", hidden_size=size)["learning_rate"] for size in (384, 768)]
+        [6e-05, 3e-05]
+    """
+    settings = dict((BUILT_IN if hidden_size is None else PRETRAINED).get(task, {}))
+    if hidden_size is not None and hidden_size >= LARGE and settings:
+        settings["learning_rate"] /= 2
+    return settings
+
+
+def usual(data: Data, *, pretrained: bool) -> dict[str, Any]:
+    """Settings for data of one's own, with an encoder or the built-in model; of data that we know, with its recipe.
+
+    Example:
+        >>> from softsieve.tasks.examples import Examples
+        >>> texts = Examples(["good", "bad"] * 2000, ["yes", "no"] * 2000, [""] * 4000)
+        >>> found = usual(Data("reviews", "text", texts, None, None), pretrained=False)
+        >>> found["epochs"], found["learning_rate"], found["metric"]
+        (8, 0.003, 'accuracy')
+    """
+    metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
+    if data.kind == "tokens" and are_bio(label_names(data)):
+        metric = "entity_f1"
+    settings = {"metric": metric, "delta": 0.7 if data.kind == "multilabel" else 0.1}
+    if pretrained:
+        return {**settings, "learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
+    # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
+    rows = len(data.train.inputs)
+    batch_size = 16 if rows < 1000 else 64
+    epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
+    built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    return {**settings, **built_in, **BUILT_IN.get(data.name, {})}
