@@ -35,12 +35,14 @@ RECORDS = "results/"  # its pages are written by `softsieve compare`, with their
 ONLY_READ = {
     "cli.md": "examples of the help texts; the guides have the same commands, and these run",
     "results/clinc150-minilm.md": "a record: a GPU, a pretrained encoder, CLINC150",
+    "results/clinc150-mpnet.md": "a record: a GPU, a pretrained encoder, CLINC150",
     "results/conll2003-minilm.md": "a record: a GPU, a pretrained encoder, CoNLL-2003",
     "results/eurosat.md": "a record: hours, EuroSAT",
     "results/fsdd.md": "a record: hours, the spoken digits",
     "results/multilabel.md": "a record: hours, Reuters and GoEmotions",
     "results/sighan15.md": "a record: hours, SIGHAN 2015",
     "results/sst5-minilm.md": "a record: a GPU, a pretrained encoder, SST-5",
+    "results/sst5-mpnet.md": "a record: a GPU, a pretrained encoder, SST-5",
 }
 # What is added to commands so that they take a second: the same commands, with less to do.
 SMALLER = {
