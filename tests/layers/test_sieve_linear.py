@@ -100,7 +100,7 @@ def test_steps_are_those_of_torch(rule: str, several: bool, biased: bool, kind: 
         states, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
         loss = ours.loss(states, target, delta=0.3)
         expected = dense_loss(several, theirs, plain, target, delta=0.3)
-        (2 * loss).backward()
+        (2 * loss).backward()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
         (2 * expected).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -122,7 +122,7 @@ def test_rows_are_weighted_from_outside(several: bool, reduction: str) -> None:
     ours = SieveLinear.from_linear(copy.deepcopy(plain), optimizer=HeadSGD(0.5))
     above = torch.linspace(-1, 2, ROWS, dtype=torch.float64) if reduction == "none" else torch.tensor(0.3).double()
     loss, stats = ours.loss(hidden, target, delta=0.3, reduction=reduction, return_stats=True)
-    loss.backward(above)
+    loss.backward(above)  # type: ignore[no-untyped-call]
     dense_loss(several, hidden, plain, target, delta=0.3, reduction=reduction).backward(above)  # type: ignore[no-untyped-call]
     optimize(plain, RULES["sgd"]._replace(theirs=lambda p: torch.optim.SGD(p, 0.5))).step()
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-10, atol=1e-13)
@@ -137,7 +137,7 @@ def test_triton_steps_as_torch_does(rule: str, several: bool, kind: str) -> None
     plain, hidden, target = make(several, kind)
     ours = SieveLinear.from_linear(copy.deepcopy(plain).float(), optimizer=RULES[rule].ours())
     states, theirs = hidden.float().requires_grad_(), hidden.clone().requires_grad_()
-    ours.loss(states, target, delta=0.3, backend="triton").backward()
+    ours.loss(states, target, delta=0.3, backend="triton").backward()  # type: ignore[no-untyped-call]
     dense_loss(several, theirs, plain, target, delta=0.3).backward()  # type: ignore[no-untyped-call]
     optimize(plain, RULES[rule]).step()
     torch.testing.assert_close(states.grad, theirs.grad, rtol=1e-3, atol=1e-5, check_dtype=False)
@@ -148,7 +148,7 @@ def test_classes_without_a_gradient_are_not_touched() -> None:
     plain, hidden, target = make(True, "listed")
     layer = SieveLinear.from_linear(plain, optimizer=HeadSGD(0.5))
     before = layer.weight.detach().clone()
-    layer.loss(hidden, target, delta=0.3).backward()
+    layer.loss(hidden, target, delta=0.3).backward()  # type: ignore[no-untyped-call]
     changed = (layer.weight != before).any(1).nonzero().squeeze(1)
     assert set(changed.tolist()) == set(target[target != IGNORED].tolist())
 
@@ -161,7 +161,7 @@ def test_nothing_of_the_size_of_the_weight_is_made(monkeypatch: pytest.MonkeyPat
     hidden, target = torch.randn(8, 64), torch.randint(100_000, (8,))  # all dense
 
     def call() -> None:
-        layer.loss(hidden, target).backward()
+        layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
 
     call()
     assert peak_bytes(call) < 0.8 * layer.weight.nbytes + (8 << 20)
@@ -171,7 +171,7 @@ def test_hidden_states_may_need_no_gradient() -> None:
     _, hidden, target = make(False, "all kinds")
     layer = SieveLinear(SIZE, CLASSES, optimizer=HeadSGD(0.1), dtype=torch.float64)
     before = layer.weight.detach().clone()
-    layer.loss(hidden, target).backward()
+    layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert not torch.equal(layer.weight, before)
     with torch.no_grad():
         assert not layer.loss(hidden, target).requires_grad
@@ -180,7 +180,7 @@ def test_hidden_states_may_need_no_gradient() -> None:
 def test_without_an_optimizer_there_are_gradients() -> None:
     plain, hidden, target = make(False, "all kinds")
     layer = SieveLinear.from_linear(plain)
-    layer.loss(hidden, target, delta=0.2).backward()
+    layer.loss(hidden, target, delta=0.2).backward()  # type: ignore[no-untyped-call]
     expected = torch.autograd.grad(dense_loss(False, hidden, plain, target, delta=0.2), plain.weight)[0]
     torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-9, atol=1e-13)
     assert layer(hidden).requires_grad
@@ -199,7 +199,7 @@ def test_tiny_steps_add_up_with_stochastic_rounding_alone() -> None:
         first = layer.weight.detach().clone()
         for _ in range(300):
             loss = layer.loss(states, target, delta=1.0)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         losses[stochastic] = float(loss.detach()), float((layer.weight != first).float().mean())
     assert losses[False][1] < 0.3  # most weights have not moved
     assert losses[True][1] > 0.6
@@ -211,7 +211,7 @@ def test_states_are_cast_and_loss_is_not() -> None:
     hidden = torch.randn(5, SIZE, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         loss = layer.loss(hidden, torch.arange(5))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert loss.dtype == torch.float32
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.float32
@@ -229,7 +229,7 @@ def test_a_checkpoint_resumes_to_the_last_bit(rule: str, dtype: torch.dtype) -> 
     def run(layer: SieveLinear, steps: range) -> None:
         for step in steps:
             _, hidden, target = make(True, "all kinds", seed=step, dtype=torch.float32)
-            layer.loss(hidden, target).backward()
+            layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
 
     layer = SieveLinear(SIZE, CLASSES, optimizer=RULES[rule].ours(), dtype=dtype)
     run(layer, range(3))
@@ -250,10 +250,10 @@ def test_a_copy_is_independent() -> None:
     _, hidden, target = make(False, "all kinds", dtype=torch.float32)
     layer = SieveLinear(SIZE, CLASSES, optimizer=HeadAdamW(0.1))
     other = copy.deepcopy(layer)
-    layer.loss(hidden, target).backward()
+    layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert other.optimizer is not None
     assert other.optimizer.steps == 0
-    other.loss(hidden, target).backward()
+    other.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(layer.weight, other.weight)
 
 
@@ -268,23 +268,23 @@ def stepping(**options: Any) -> tuple[SieveLinear, Tensor, Tensor]:
 def test_a_second_backward_pass_is_refused() -> None:
     layer, hidden, target = stepping()
     loss = layer.loss(hidden, target)
-    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="expected once, found a second pass"):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def test_losses_that_wait_for_each_other_are_refused() -> None:
     layer, hidden, target = stepping()
     losses = [layer.loss(hidden, target) for _ in range(2)]
-    losses[0].backward()
+    losses[0].backward()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="every backward pass is a step"):
-        losses[1].backward()
+        losses[1].backward()  # type: ignore[no-untyped-call]
 
 
 def test_two_losses_of_one_backward_pass_are_refused() -> None:
     layer, hidden, target = stepping()
     with pytest.raises(RuntimeError, match="every backward pass is a step"):
-        (layer.loss(hidden, target) + layer.loss(hidden, target)).backward()
+        (layer.loss(hidden, target) + layer.loss(hidden, target)).backward()  # type: ignore[no-untyped-call]
 
 
 def test_second_derivatives_are_refused_before_the_step() -> None:
@@ -340,11 +340,11 @@ def test_compiled_graphs_are_refused() -> None:
 
 def test_before_serving_answers_are_exact() -> None:
     layer, hidden, target = stepping()
-    layer.loss(hidden, target).backward()
+    layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     answer = layer.topk(hidden.detach(), 3)
     assert answer.exact.all()
     assert torch.equal(answer.indices, layer(hidden).topk(3).indices)
-    layer.loss(hidden, target).backward()
+    layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(layer.topk(hidden.detach(), 3).indices, layer(hidden).topk(3).indices)
     layer.weight.data = torch.randn_like(layer.weight)
     assert torch.equal(layer.topk(hidden.detach(), 3).indices, layer(hidden).topk(3).indices)
@@ -361,7 +361,8 @@ def test_a_served_layer_trains_on_and_is_refreshed() -> None:
     assert head.weight.data_ptr() == layer.weight.data_ptr()
     assert torch.equal(layer.topk(queries[:5], 3).indices, layer(queries[:5]).topk(3).indices)
     labels = torch.arange(60).view(20, 3)
-    layer.loss(queries[:20], labels).backward()  # of the other classes all are solved
+    # Of the other classes all are solved.
+    layer.loss(queries[:20], labels).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(WeightChanged):
         layer.topk(queries[:5], 3)
     with warnings.catch_warnings():

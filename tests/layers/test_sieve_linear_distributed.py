@@ -29,7 +29,7 @@ def sharded(rank: int) -> Found:
         for step in range(2):
             _, hidden, target = make(several, "all kinds", seed=step)
             hidden.requires_grad_()
-            layer.loss(hidden, target, delta=0.3, group=dist.group.WORLD).backward()
+            layer.loss(hidden, target, delta=0.3, group=dist.group.WORLD).backward()  # type: ignore[no-untyped-call]
         found[str(several)] = [layer.weight.detach(), layer.bias.detach(), hidden.grad]
         try:
             layer.loss(hidden, target)
@@ -50,7 +50,7 @@ def test_ranks_step_what_one_process_steps(ranks: list[Found], several: bool) ->
     for step in range(2):
         _, hidden, target = make(several, "all kinds", seed=step)
         hidden.requires_grad_()
-        layer.loss(hidden, target, delta=0.3).backward()
+        layer.loss(hidden, target, delta=0.3).backward()  # type: ignore[no-untyped-call]
     parts = [part[str(several)] for part in ranks]
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), layer.weight.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), layer.bias.detach(), rtol=1e-9, atol=1e-12)

@@ -11,7 +11,7 @@ from torch import Tensor
 from softsieve.kernels import updates
 from softsieve.kernels.updates import SGD, AdamW, add_noise, update
 
-RULES = {
+RULES: dict[str, SGD | AdamW] = {
     "sgd": SGD(0.1, 0.0, 0.0),
     "momentum": SGD(0.1, 0.9, 0.01),
     "adamw": AdamW(0.1, 0.9, 0.99, 1e-8, 0.01, 0.19, 0.02),

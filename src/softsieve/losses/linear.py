@@ -162,9 +162,9 @@ def compute(
 
     That stands for a layer which computes in the dtype of its weight, also under autocast.
     """
-    dtype, kind = _checks.tensor("hidden", hidden).dtype, hidden.device.type
+    dtype, kind = _checks.states(hidden), hidden.device.type
     casts = stepper is None and torch.is_autocast_enabled(kind)
-    if stepper is not None and hidden.is_floating_point():
+    if stepper is not None:
         hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
     _checks.target(target, hidden, name="hidden states")

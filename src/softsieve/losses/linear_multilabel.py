@@ -109,9 +109,9 @@ def compute(
     ignore_index: int, reduction: str, backend: str, group: Any, return_stats: bool, stepper: Stepper | None = None,
 ) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
     """`linear_as_multilabel_loss`, with a ``stepper`` as `losses.linear.compute` has."""
-    dtype, kind = _checks.tensor("hidden", hidden).dtype, hidden.device.type
+    dtype, kind = _checks.states(hidden), hidden.device.type
     casts = stepper is None and torch.is_autocast_enabled(kind)
-    if stepper is not None and hidden.is_floating_point():
+    if stepper is not None:
         hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
     _checks.class_numbers(labels, hidden)
