@@ -312,7 +312,7 @@ def _backward(found: Any) -> Any:
 
 def _served(queries: Any, **args: Any) -> SieveLinear:
     layer = SieveLinear(D, N)
-    layer.serve(queries, **args)
+    layer.serve(queries, delta=0.3, **args)
     return layer
 
 
@@ -483,7 +483,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "SieveLinear, serving": Entry(
         lambda queries, x, k_asked, **args: _served(queries, **args).topk(x, k_asked),
-        lambda: {"queries": _made(60, D), "x": _made(2, D), "k_asked": 1, "delta": 0.3},
+        lambda: {"queries": _made(60, D), "x": _made(2, D), "k_asked": 1},
         {
             "queries": "tensor",
             "x": "tensor",

@@ -162,8 +162,7 @@ def compute(
 
     That stands for a layer which computes in the dtype of its weight, also under autocast.
     """
-    dtype, kind = _checks.states(hidden), hidden.device.type
-    casts = stepper is None and torch.is_autocast_enabled(kind)
+    dtype = _checks.states(hidden)
     if stepper is not None:
         hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
@@ -178,6 +177,8 @@ def compute(
     name = "" if group is None else group.group_name
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
 
+    kind = hidden.device.type
+    casts = stepper is None and torch.is_autocast_enabled(kind)
     if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)

@@ -109,8 +109,7 @@ def compute(
     ignore_index: int, reduction: str, backend: str, group: Any, return_stats: bool, stepper: Stepper | None = None,
 ) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
     """`linear_as_multilabel_loss`, with a ``stepper`` as `losses.linear.compute` has."""
-    dtype, kind = _checks.states(hidden), hidden.device.type
-    casts = stepper is None and torch.is_autocast_enabled(kind)
+    dtype = _checks.states(hidden)
     if stepper is not None:
         hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
@@ -122,6 +121,8 @@ def compute(
     name = "" if group is None else group.group_name
     options = Options(ignore_index, 0.0, reduction, choose_backend(backend, hidden, group), name)
 
+    kind = hidden.device.type
+    casts = stepper is None and torch.is_autocast_enabled(kind)
     if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(labels.reshape(-1, labels.shape[-1]).long(), margins)
