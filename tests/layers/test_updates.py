@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softsieve.kernels import updates
-from softsieve.kernels.updates import SGD, AdamW, add_noise, update
+from softsieve.kernels.updates import SGD, AdamW, round_randomly, update
 
 RULES: dict[str, SGD | AdamW] = {
     "sgd": SGD(0.1, 0.0, 0.0),
@@ -23,12 +23,16 @@ def states_of(rule: SGD | AdamW, like: Tensor) -> list[Tensor]:
     return [torch.rand(like.shape) for _ in range(count)]
 
 
+def rounded(values: Tensor, seed: int = 0) -> Tensor:
+    out = torch.empty_like(values, dtype=torch.bfloat16)
+    round_randomly(values.clone(), out, torch.Generator().manual_seed(seed))
+    return out.float()
+
+
 def test_rounding_is_right_on_average() -> None:
     torch.manual_seed(1)
     exact = torch.randn(50) * torch.logspace(-6, 6, 50)
-    many = exact.repeat(20000, 1)
-    add_noise(many, torch.Generator().manual_seed(2))
-    assert torch.equal(many, many.bfloat16().float())
+    many = rounded(exact.repeat(20000, 1), seed=2)
     below = (exact.view(torch.int32) & -65536).view(torch.float32)
     above = ((exact.view(torch.int32) & -65536) + 65536).view(torch.float32)
     assert ((many == below) | (many == above)).all()
@@ -39,12 +43,8 @@ def test_rounding_is_right_on_average() -> None:
 
 def test_numbers_of_bfloat16_and_infinities_stay() -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -3.5, math.inf, -math.inf, 2.0**-130])
-    same = values.clone()
-    add_noise(same, torch.Generator().manual_seed(0))
-    assert torch.equal(same, values)
-    nan = torch.tensor([math.nan])
-    add_noise(nan, torch.Generator().manual_seed(0))
-    assert nan.isnan()
+    assert torch.equal(rounded(values), values)
+    assert rounded(torch.tensor([math.nan])).isnan()
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

@@ -7,6 +7,7 @@ bfloat16, up or down with probabilities that make it right on average. A change 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.cross_entropy_torch import accumulation_dtype
 
-AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 22}  # numbers that are worked on at a time
-_LOW = 0xFFFF  # bits of float32 that bfloat16 does not have
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # numbers that are worked on at a time
+UPPER = int(sys.byteorder == "little")  # which half of the memory of a float32 bfloat16 has
 
 
 class SGD(NamedTuple):
@@ -61,10 +62,10 @@ def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | Ad
         some = slice(start, start + rows)
         part = value[some]
         exact = part.to(accumulation_dtype(part))
-        _apply(exact, grad[some].to(exact.dtype), [state[some] for state in states], rule)
+        _apply(exact, grad[some], [state[some] for state in states], rule)
         if generator is not None:
-            add_noise(exact, generator)
-        if exact.dtype != part.dtype:
+            round_randomly(exact, part, generator)
+        elif exact.dtype != part.dtype:
             part.copy_(exact)
 
 
@@ -77,7 +78,7 @@ def _apply(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | Ad
             grad = states[0].mul_(rule.momentum).add_(grad)
         value.add_(grad, alpha=-rule.lr)
         return
-    mean, square = states
+    grad, (mean, square) = grad.to(value.dtype), states
     value.mul_(1 - rule.lr * rule.weight_decay)
     mean.lerp_(grad, 1 - rule.beta1)
     square.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
@@ -85,20 +86,19 @@ def _apply(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | Ad
     value.addcdiv_(mean, scale, value=-rule.lr / rule.correction1)
 
 
-def add_noise(value: Tensor, generator: torch.Generator) -> None:
-    """Round float32 to numbers that bfloat16 has, up or down at random such that the mean is right. In place.
+def round_randomly(exact: Tensor, out: Tensor, generator: torch.Generator) -> None:
+    """Write float32 as bfloat16, rounded up or down at random such that the mean is right; spoils what was exact.
 
-    16 random bits are added to those that bfloat16 lacks, which are then cut off. What it has stays what it is.
+    16 random bits are added to those that bfloat16 lacks, which are then left out. What it has stays what it is.
 
     Example:
-        >>> values = torch.full((20000,), 1.001)
-        >>> add_noise(values, torch.Generator().manual_seed(0))
-        >>> sorted(set(values.tolist())), f"{values.mean():.3f}"
+        >>> rounded = torch.empty(20000, dtype=torch.bfloat16)
+        >>> round_randomly(torch.full((20000,), 1.001), rounded, torch.Generator().manual_seed(0))
+        >>> sorted(set(rounded.tolist())), f"{rounded.float().mean():.3f}"
         ([1.0, 1.0078125], '1.001')
     """
-    count = value.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=value.device).random_(
-        -(2**63), None, generator=generator
-    )
-    noise = words.view(torch.int16)[:count].view(value.shape).to(torch.int32).bitwise_and_(_LOW)
-    value.view(torch.int32).add_(noise).bitwise_and_(~_LOW)
+    count = exact.numel()
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=exact.device)
+    noise = words.random_(-(2**63), None, generator=generator).view(torch.uint16)[:count].view(exact.shape)
+    exact.view(torch.int32).add_(noise.to(torch.int32))
+    out.view(torch.int16).copy_(exact.view(torch.int16).view(*exact.shape, 2)[..., UPPER])
