@@ -178,11 +178,14 @@ def test_a_head_that_steps_resumes_to_the_last_bit(step: str, dtype: str | None,
         assert torch.equal(ours, theirs)
 
 
-def test_where_a_head_cannot_step() -> None:
+def test_where_a_head_cannot_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="head_step: expected a linear head of so many classes"):
         run("multilabel", head_step="sgd")
     with pytest.raises(InputError, match="head_step: expected a linear head"):
         run("multilabel", head_step="sgd", many_classes=4, loss="bce")
+    monkeypatch.setattr(module.Accelerator, "num_processes", property(lambda self: 2))
+    with pytest.raises(InputError, match="head_step: expected one process, found 2"):
+        run("multilabel", head_step="sgd", many_classes=4)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
 
+from softsieve import _checks
 from softsieve.errors import InputError
 from softsieve.layers.linear import SieveLinear
 from softsieve.layers.optimizers import HeadAdamW, HeadOptimizer, HeadSGD
@@ -217,9 +218,11 @@ class Replica:
         """Take up what `_head_tensors` returned, and return the rest."""
         own = self._head_tensors()
         if self._head_optimizer is not None:
+            steps = int(tensors[HEAD_STEPS_TAKEN])
+            _checks.whole_number(HEAD_STEPS_TAKEN, steps, 0, 2**62)
             for name, value in own.items():
                 value.copy_(tensors[name])
-            self._head_optimizer.steps = int(tensors[HEAD_STEPS_TAKEN])
+            self._head_optimizer.steps = steps
         return {name: value for name, value in tensors.items() if name not in own}
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
