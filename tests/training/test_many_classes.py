@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from softsieve.errors import InputError
@@ -183,7 +184,7 @@ def test_where_a_head_cannot_step(monkeypatch: pytest.MonkeyPatch) -> None:
         run("multilabel", head_step="sgd")
     with pytest.raises(InputError, match="head_step: expected a linear head"):
         run("multilabel", head_step="sgd", many_classes=4, loss="bce")
-    monkeypatch.setattr(module.Accelerator, "num_processes", property(lambda self: 2))
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
     with pytest.raises(InputError, match="head_step: expected one process, found 2"):
         run("multilabel", head_step="sgd", many_classes=4)
 
