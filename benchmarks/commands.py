@@ -185,6 +185,63 @@ def linear(
 
 
 @app.command()
+def multilabel(
+    logits: Annotated[list[str] | None, typer.Option(help="ROWSxCLASSES of the loss on logits; several")] = None,
+    layer: Annotated[list[str] | None, typer.Option(help="CLASSESxSIZE of the layer that steps; several")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="of the layer")] = 1024,
+    labels: Annotated[int, typer.Option(min=1, help="of a row")] = 5,
+    solved: Annotated[list[float], typer.Option(min=0, max=1, help="share of rows made solved; several")] = [  # noqa: B006
+        0.0,
+        0.5,
+        0.95,
+    ],
+    dtype: Annotated[str, typer.Option(help=f"of the layer, one of {', '.join(DTYPES)}")] = "bf16",
+    device: Device = "cpu",
+    compiled: Annotated[bool, typer.Option(help="also torch.compile of the rival of the layer")] = False,
+    repeats: Repeats = 9,
+    out: Record = None,
+) -> None:
+    """Multi-label losses against dense BCE: on logits, and forward + backward + update of a layer of many classes."""
+    from benchmarks import multilabel as suite
+
+    _check_choices(dtype, device)
+    on_gpu = device == "cuda"
+    shapes = [_sizes(text, "1024x4271") for text in logits or suite.LOGIT_SHAPES[device]]
+    layers = [_sizes(text, "65536x256") for text in layer or suite.LAYER_SHAPES[device]]
+    console = Console(soft_wrap=True, highlight=False)
+    results = []
+    for share in solved:
+        for count, classes in shapes:
+            with console.status(f"logits {count} x {classes}, {share:.0%} of the rows solved"):
+                results += suite.measure_logits(
+                    count, classes, labels=labels, solved=share, device=device, repeats=repeats
+                )
+        for classes, size in layers:
+            with console.status(f"layer {classes} x {size}, {share:.0%} of the rows solved"):
+                results += suite.measure_step(
+                    rows, size, classes, labels=labels, solved=share, dtype=DTYPES[dtype], device=device,
+                    repeats=repeats, compiled=compiled,
+                )  # fmt: skip
+            if on_gpu:
+                torch.cuda.empty_cache()
+    columns: Columns = {
+        "rows x classes": lambda r: f"{r.rows} x {r.classes}",
+        "size": lambda r: str(r.size) if r.size else "logits",
+        "solved": lambda r: f"{r.solved:.0%}",
+        "dense": lambda r: f"{r.dense:.0%}",
+        "method": lambda r: r.method,
+        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "time": lambda r: f"{r.time_ratio:.2f}x",
+        "extra MB": lambda r: f"{r.extra_mb:.0f}",
+    }
+    title = f"logits: forward + backward, fp32; layers: and update, {dtype}; {device}, median of {repeats}"
+    console.print(table(results, columns, title=title, ends=lambda r: r.method.startswith("softsieve")))
+    console.print("time: to the fastest rival; extra: at the peak, above logits, or above states and weight")
+    settings = {"labels": labels, "dtype": dtype, "device": device, "repeats": repeats, "rate": suite.RATE}
+    _write(console, out, "multilabel", {**settings, "delta": suite.DELTA}, results)
+
+
+@app.command()
 def head(
     shape: Annotated[
         list[str] | None, typer.Option(help="ROWSxDIMENSIONS of the weight; several; else those of the records")

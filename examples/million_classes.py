@@ -1,4 +1,4 @@
-"""A million classes: train the last layer without its logits, then serve it without reading all of it.
+"""A million classes: train the last layer without logits or gradient, then serve it without reading all of it.
 
 Needs softsieve alone, under 2 GB of memory and some twenty seconds: python examples/million_classes.py
 """
@@ -6,44 +6,40 @@ Needs softsieve alone, under 2 GB of memory and some twenty seconds: python exam
 import time
 
 import torch
-from torch import nn
 
-from softsieve import AdaptiveSoftmax, linear_as_cross_entropy
+from softsieve import HeadSGD, SieveLinear
 
 CLASSES, HIDDEN, ROWS = 1_000_000, 32, 16
 
 # A state is near the centre of its class; the layer has yet to learn the classes that the batch holds.
 torch.manual_seed(0)
 spectrum = torch.arange(1, HIDDEN + 1) ** -0.5  # as in trained layers, a few directions matter most
-weight = nn.Parameter(4 * torch.randn(CLASSES, HIDDEN) * spectrum)  # 128 MB
+layer = SieveLinear(HIDDEN, CLASSES, bias=False, optimizer=HeadSGD(8.0))
+weight = layer.weight.data.copy_(4 * torch.randn(CLASSES, HIDDEN) * spectrum)  # 128 MB
 
 
 def states_of(classes: torch.Tensor, noise: float) -> torch.Tensor:
-    return 0.3 * weight.detach()[classes] + noise * torch.randn(len(classes), HIDDEN)
+    return 0.3 * weight[classes] + noise * torch.randn(len(classes), HIDDEN)
 
 
-# Training: the logits of 16 rows would take 64 MB and their gradient as much again; neither is ever made.
+# Training: the logits of 16 rows would take 64 MB, the gradient of the weight 128; neither is ever made.
 target = torch.randint(CLASSES, (ROWS,))
 states = states_of(target, noise=2.0)
 for step in range(4):
     start = time.perf_counter()
-    loss, stats = linear_as_cross_entropy(states, weight, target, delta=0.1, return_stats=True)
-    loss.backward()
-    with torch.no_grad():  # plain gradient descent: no moments of a million rows either
-        weight -= 8.0 * weight.grad
-    weight.grad = None
+    loss, stats = layer.loss(states, target, delta=0.1, return_stats=True)
+    loss.backward()  # and the step: some classes at a time
     solved, seconds = stats.solved.float().mean(), time.perf_counter() - start
     print(f"step {step}: loss {loss:.3f}, {solved:.0%} of the rows solved, {seconds:.2f} s")
 
 # Serving: an index of the weight, calibrated on states like those that will come. A promise of 90 % (delta) takes 130.
 states = states_of(torch.randint(CLASSES, (240,)), noise=0.3)
-head = AdaptiveSoftmax(weight.detach(), eps=0.3, delta=0.1, method="cascade")
-head.calibrate(states[:132], k=1)
+layer.serve(states[:132], k=1, eps=0.3, delta=0.1, method="cascade")
 start = time.perf_counter()
-answers = [head.topk(state, k=1) for state in states[140:]]
+answers = [layer.topk(state, k=1) for state in states[140:]]
 adaptive = time.perf_counter() - start
 start = time.perf_counter()
-exact = [torch.mv(weight.detach(), state).argmax() for state in states[140:]]
+exact = [torch.mv(weight, state).argmax() for state in states[140:]]
 dense = time.perf_counter() - start
 
 right = sum(int(answer.indices[0] == best) for answer, best in zip(answers, exact, strict=True))

@@ -99,7 +99,6 @@ def names_of(page: str) -> dict[str, Any]:
             "hidden": torch.randn(8, SIZE, generator=generator),
             "weight": weight,
             "target": torch.randint(1000, (8,), generator=generator),
-            "labels": torch.tensor([[row, 999, -100] for row in range(8)]),
             "model": model,
             "my_rows_of_the_weight": weight,
             "group": torch.distributed.group.WORLD,
