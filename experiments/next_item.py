@@ -118,7 +118,7 @@ def step(model: ItemModel, optimizer: torch.optim.Optimizer, users: Sequence[Ten
     optimizer.zero_grad()
     with torch.autocast(job.device, torch.bfloat16, enabled=job.precision == "bf16"):
         loss, solved, dense = batch_loss(model, users, job.loss)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     value = float(loss.detach())
     if not math.isfinite(value):
@@ -128,7 +128,7 @@ def step(model: ItemModel, optimizer: torch.optim.Optimizer, users: Sequence[Ten
 
 def batches(users: Sequence[Tensor], size: int, draw: torch.Generator) -> Iterator[list[Tensor]]:
     """All users once, in random order."""
-    for numbers in torch.randperm(len(users), generator=draw).split(size):
+    for numbers in torch.split(torch.randperm(len(users), generator=draw), size):
         yield [users[number] for number in numbers]
 
 
@@ -200,8 +200,8 @@ def serve(model: ItemModel, split: Split, seed: int, *, calibration: int = 4000,
     """`AdaptiveSoftmax` over the items, calibrated on validation states, beside the exact products on test states."""
     states = [last_states(model, part.histories).cpu() for part in (split.validation, split.test)]
     head = Head(model.weight.detach().cpu(), None, 1.0, None, {"users": Corpus(*states)})
-    counts = {"calibration": calibration, "test_queries": queries}
-    points = measure(head, name="items", methods=["cascade"], ks=[TOP], deltas=[0.01, 0.1], seed=seed, **counts)
+    asked: dict[str, Any] = {"methods": ["cascade"], "ks": [TOP], "deltas": [0.01, 0.1], "seed": seed}
+    points = measure(head, name="items", calibration=calibration, test_queries=queries, **asked)
     columns = ("method", "delta", "k", "queries", *SERVED, "index_mb")
     return [{name: getattr(point, name) for name in columns} for point in points]
 

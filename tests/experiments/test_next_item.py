@@ -167,7 +167,7 @@ def test_a_delta_of_1_is_cross_entropy_with_logits() -> None:
     for loss in ("logits", "1"):
         model.zero_grad()
         value = batch_loss(model, users, loss).loss
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         found.append([value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == 1 + len(list(model.parameters()))
     for one, other in zip(*found, strict=True):
