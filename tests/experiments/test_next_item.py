@@ -174,6 +174,20 @@ def test_a_delta_of_1_is_cross_entropy_with_logits() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("loss", ["logits", "1"])
+def test_a_step_trains_on_every_position_and_no_other(loss: str) -> None:
+    """The mean over users one by one, each without padding, of all items that follow another."""
+    model = new_model().eval()
+    users = [torch.randint(ITEMS, (count,)) for count in (2, 9, 4)]  # the second is longer than the model reads
+    losses = []
+    for items in users:
+        recent = items[-model.length - 1 :]
+        logits = model(recent[None, :-1])[0] @ model.weight.T
+        losses.append(torch.nn.functional.cross_entropy(logits, recent[1:], reduction="none"))
+    assert [len(one) for one in losses] == [1, 6, 3]
+    torch.testing.assert_close(batch_loss(model, users, loss).loss, torch.cat(losses).mean())
+
+
 @pytest.mark.parametrize("loss", ["logits", "1", "0.1"])
 def test_a_cycle_is_learnt(loss: str, cycles: Path) -> None:
     split = leave_last_out(read_sequences(cycles))
