@@ -71,13 +71,13 @@ def read_sequences(path: Path) -> Sequences:
     return Sequences([torch.tensor(items) for items in users.values()], list(numbers))
 
 
-def leave_last_out(sequences: Sequences) -> Split:
+def leave_last_out(sequences: Sequences, place: object = "data") -> Split:
     """Keep each user's last item for test and the one before for validation; train on what comes before both.
 
     Users with fewer than three items are trained on and not asked.
 
     Raises:
-        InputError: when no user can be asked, or none has two items to train on.
+        InputError: naming ``place``, when no user can be asked, or none has two items to train on.
 
     Example:
         >>> split = leave_last_out(Sequences([torch.tensor([0, 1, 2, 3])], list("abcd")))
@@ -89,7 +89,7 @@ def leave_last_out(sequences: Sequences) -> Split:
     train = [items for items in train if len(items) > 1]
     for what, users in {f"{FEWEST} items to be asked for the last": asked, "2 items to train on": train}.items():
         if not users:
-            raise InputError(f"data: expected users with {what}, found none")
+            raise InputError(f"{place}: expected users with {what}, found none")
     validation, test = (
         Questions([items[:end] for items in asked], torch.stack([items[end] for items in asked])) for end in (-2, -1)
     )

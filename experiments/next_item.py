@@ -94,7 +94,7 @@ class Job:
 @lru_cache(maxsize=1)
 def read_split(data: str) -> Split:
     """The data of a job."""
-    return leave_last_out(read_sequences(Path(data)))
+    return leave_last_out(read_sequences(Path(data)), data)
 
 
 def make_model(job: Job, items: int) -> tuple[ItemModel, torch.optim.Optimizer]:
