@@ -10,6 +10,7 @@ import typer
 
 from experiments import training_commands
 from experiments.command_parts import results_option, say
+from experiments.item_commands import next_item
 from softsieve._progress import ProgressCallback
 from softsieve.cli.head_bench import Delta, Eps, Seed
 from softsieve.cli.progress import quiet_hugging_face, watched
@@ -261,5 +262,5 @@ def perplexity(
     say(out, shown, more=[".json"])
 
 
-for command in training_commands.COMMANDS:
+for command in (*training_commands.COMMANDS, next_item):
     app.command(command.__name__.replace("_", "-"))(command)

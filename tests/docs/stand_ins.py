@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ def write_all(folder: Path) -> None:
         write_reviews(folder / "reviews" / f"{part}.csv")
     for name in ("text.txt", "wikitext.txt"):
         (folder / name).write_text(" ".join(random.Random(0).choices(WORDS[2:], k=5000)))
+    write_items(folder / "beauty.txt.gz")
     write_language_model(folder / "SmolLM2-135M")
     write_encoder(folder / "bert-base-uncased")
 
@@ -29,6 +31,12 @@ def write_reviews(path: Path, rows: int = 60) -> None:
     lines = [f"a {words[i % 2][i // 2 % 3]} film number {i},{'pos' if i % 2 == 0 else 'neg'}" for i in range(rows)]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(["text,label", *lines]) + "\n")
+
+
+def write_items(path: Path, users: int = 300, items: int = 200) -> None:
+    draw = random.Random(0)
+    lines = [f"{user} {item}" for user in range(users) for item in draw.sample(range(items), 5)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
 
 
 def write_language_model(folder: Path) -> None:

@@ -51,6 +51,7 @@ SMALLER = {
     "python -m benchmarks linear": '--rival "torch eager"',
     "softsieve generate": "--tokens 6 --queries 300 --delta 0.1",
     "softsieve head bench": "--calibration 300 --test-queries 10 --delta 0.1",
+    "python -m experiments next-item": "--epochs 1 --seeds 1 --size 8 --layers 1",
     "python -m experiments perplexity": "--calibration 400 --tokens 40 --delta 0.1",
 }
 PROGRAM = "softsieve"

@@ -18,6 +18,7 @@ SCRIPTS = {
     "finetune_with_trainer": ("transformers", r"N optimizer steps \(a plain Trainer makes 240\), test accuracy N%"),
     "head_for_a_language_model": ("transformers", r"one token reads N% of the layer; its probability is N"),
     "million_classes": ("", r"N ms a query; the exact product takes N ms"),
+    "next_item": ("", r"the item that was taken is among them for N%"),
 }
 NUMBER = r"(\\d+(?:\\.\\d+)?)"
 
@@ -59,6 +60,10 @@ def check_claims(name: str, output: str) -> None:
         assert int(re.findall(r"(\d+) optimizer steps", output)[0]) < 240
     elif name == "head_for_a_language_model":
         assert int(re.findall(r"reads (\d+)%", output)[0]) < 50
+    elif name == "next_item":
+        assert int(re.findall(r"product for (\d+)%", output)[0]) >= 85
+        assert int(re.findall(r"among them for (\d+)%", output)[0]) >= 70
+        assert int(re.findall(r"(\d+)% of the positions solved", output)[-1]) >= 30
     else:
         assert int(re.findall(r"(\d+) of 100 right", output)[0]) >= 80
         assert int(re.findall(r"(\d+)% of the weight", output)[0]) < 50

@@ -581,6 +581,25 @@ def presets(folder: Path) -> Prepared:
     return Prepared(files, read)
 
 
+@a_format("sequences of items")
+def sequences(folder: Path) -> Prepared:
+    from experiments.item_sequences import leave_last_out, read_sequences
+
+    text = "\n".join(f"u{user} i{(user + n) % 7}" for user in range(5) for n in range(1 + user)).encode()
+    plain, packed = folder / "taken.txt", folder / "taken.txt.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text, mtime=0))
+
+    def read(path: Path) -> Any:
+        taken = read_sequences(path)
+        split = leave_last_out(taken, path)
+        largest = max(int(items.max()) for items in taken.users)
+        expect(largest == len(taken.items) - 1, "item numbers that have no name")
+        return [items.tolist() for items in taken.users], taken.items, split.test.answers.tolist()
+
+    return Prepared({plain: TEXT, packed: (*BYTES, *[repacked(TEXT, gzip.decompress, gzip.compress)] * 4)}, read)
+
+
 def small() -> None:
     """Tables of hashed words so small that making a model takes no time."""
     for module in (models, encode):

@@ -31,7 +31,7 @@ GROUPS = {
     "training": ("checkpoint", "model", "model with a tokenizer", "state of ASTrainer", "log.jsonl"),
     "records": ("table of an experiment", "runs of a comparison", "trials of a search", "run of a report"),
     "texts": ("CSV", "CSV, .gz", "TSV", "JSONL", "CoNLL", "Parquet"),
-    "others": ("saved Hugging Face data set", "images", "sounds", "files of known data sets"),
+    "others": ("saved Hugging Face data set", "images", "sounds", "files of known data sets", "sequences of items"),
 }
 
 

@@ -112,14 +112,20 @@ def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Se
 def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved | SavedSides) -> None:
     """Put the gradient in the place of the products."""
     x, at_label = _logits(chunk), _labels_in(chunk, label[rows])
-    masked = x < saved.threshold[rows, None]
-    masked[at_label] = False  # this product may round the label's logit otherwise than forward's did
-    q = (x - (saved.lse + saved.norm)[rows, None]).exp_().masked_fill_(masked, 0)
+    slope = 1 - (x / chunk.cap).square() if chunk.cap else None
+    threshold = saved.threshold[rows]
+    all_dense = x.is_cpu and bool((threshold == -INF).all())  # often so; on a GPU, looking is waiting for it
+    masked = None if all_dense else x < threshold[:, None]
+    q = x.sub_((saved.lse + saved.norm)[rows, None]).exp_()  # the products themselves, if they are logits
+    if masked is not None:
+        masked[at_label] = False  # this product may round the label's logit otherwise than forward's did
+        q.masked_fill_(masked, 0)
     q[at_label] -= 1
-    q.mul_(factor[rows, None]).masked_fill_(saved.kept[rows, None] <= 1, 0)
-    if chunk.cap:
-        q *= 1 - (x / chunk.cap).square()
-    chunk.products.copy_(q)
+    q.mul_(factor[rows].masked_fill(saved.kept[rows] <= 1, 0)[:, None])
+    if slope is not None:
+        q *= slope
+    if q.data_ptr() != chunk.products.data_ptr():
+        chunk.products.copy_(q)
 
 
 def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> Entries:
