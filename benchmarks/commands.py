@@ -325,7 +325,14 @@ def serving(
     check_promise(0.3, [delta])
     set_threads(threads)
     console = Console(soft_wrap=True, highlight=False)
-    chosen = {"rank": rank, "ridge": ridge, "k": k, "delta": delta, "calibration": calibration, "seed": seed}
+    chosen: dict[str, Any] = {
+        "rank": rank,
+        "ridge": ridge,
+        "k": k,
+        "delta": delta,
+        "calibration": calibration,
+        "seed": seed,
+    }
     with console.status(f"{n} x {d}") as status, one_line():
         results, costs = suite.measure(
             n, d, **chosen, test=test_queries, fp32=fp32, say=lambda what: status.update(f"{n} x {d}: {what}")

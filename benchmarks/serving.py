@@ -91,12 +91,10 @@ def measure(
     base = taken[PRODUCT]
     for method, seconds in taken.items():
         own = answers[method]
-        result = Result(
-            n, d, method, *(1e3 * v for v in _summary(seconds)),
-            float(base.median() / seconds.median()), float(base.mean() / seconds.mean()),
-            None, None, None, None, 1.0, 1.0,
-        )  # fmt: skip
-        if own and method.startswith("head."):
+        median, mean, last = (1e3 * value for value in _summary(seconds))
+        faster = float(base.median() / seconds.median()), float(base.mean() / seconds.mean())
+        result = Result(n, d, method, median, mean, last, *faster, None, None, None, None, 1.0, 1.0)
+        if method.startswith("head."):
             read = sum(float(one.bytes_read) for one in own) / count / layer.weight.nbytes
             result = result._replace(bytes_ratio=1 / read, exact=sum(bool(one.exact) for one in own) / count)
             judge = _judge_topk if method == "head.topk" else _judge_above
@@ -161,13 +159,13 @@ def _summary(seconds: Tensor) -> tuple[float, float, float]:
     return float(seconds.median()), float(seconds.mean()), float(seconds.quantile(0.99))
 
 
-def _judge_topk(answers: list[Any], truth: Truth) -> dict[str, float]:
+def _judge_topk(answers: list[Any], truth: Truth) -> dict[str, Any]:
     logits = torch.cat([one.logits for one in answers]).double()
     rounding = 1e-4 * (1 + truth.best.abs().amax(-1, keepdim=True))
     return {"success": float(((logits - truth.best).abs() <= rounding).all(-1).double().mean())}
 
 
-def _judge_above(answers: list[Any], truth: Truth) -> dict[str, float]:
+def _judge_above(answers: list[Any], truth: Truth) -> dict[str, Any]:
     """Classes whose logits are 0 up to rounding count neither way."""
     wanted = found = right = complete = 0
     for answer, above, close in zip(answers, truth.above, truth.close, strict=True):

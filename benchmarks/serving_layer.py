@@ -126,8 +126,8 @@ def _trained_scales(positive: Tensor, negative: Tensor, n: int) -> list[float]:
         weights = torch.cat([scales[:2] / units, scales[2:]])
         own, others = (weights[0] * of[0] + weights[1] * of[1] + weights[2] for of in (positive, negative))
         loss = F.softplus(-own).sum(-1).mean() + F.softplus(others).mean() * n
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     return torch.cat([scales[:2] / units, scales[2:]]).tolist()

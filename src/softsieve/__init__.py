@@ -5,7 +5,7 @@ what to do with the time that saves: `ASSpeed` and `SolvedSampler`.
 Inference: `AdaptiveSoftmax`, the largest softmax values of a linear head from a part of its weight.
 """
 
-from softsieve.heads import AdaptiveSoftmax, TopK
+from softsieve.heads import Above, AdaptiveSoftmax, TopK
 from softsieve.losses import (
     ASCrossEntropyLoss,
     ASMultiLabelLoss,
@@ -24,7 +24,7 @@ from softsieve.losses import (
 from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
-    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "AdaptiveSoftmax", "DeltaSchedule",
+    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "Above", "AdaptiveSoftmax", "DeltaSchedule",
     "LinearASCrossEntropyLoss", "LinearASMultiLabelLoss", "LinearASStats", "MultiLabelStats", "SolvedSampler", "TopK",
     "as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy", "linear_as_multilabel_loss",
 ]  # fmt: skip

@@ -87,9 +87,9 @@ class Layer:
             query, row = (logits > threshold).nonzero(as_tuple=True)
             found.append((query, row + start, logits[query, row]))
         none = queries.new_zeros(0)
-        pairs = map(torch.cat, zip((none.long(), none.long(), none), *found, strict=True))
+        query, row, logit = map(torch.cat, zip((none.long(), none.long(), none), *found, strict=True))
         read = torch.full((len(queries),), self.bytes, dtype=torch.int64, device=queries.device)
-        return RowsAbove(*pairs, read, torch.ones_like(read, dtype=torch.bool))
+        return RowsAbove(query, row, logit, read, torch.ones_like(read, dtype=torch.bool))
 
     def logits_of(self, queries: Tensor, query: Tensor, row: Tensor) -> Tensor:
         """Exact logits of pairs of a scaled query and a row, by their numbers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -84,7 +85,7 @@ class Above(NamedTuple):
     def per_query(self) -> list[tuple[Tensor, Tensor]]:
         """Classes and logits of each query, in the order of ``counts.flatten()``."""
         sizes = self.counts.flatten().tolist()
-        return list(zip(self.indices.split(sizes), self.logits.split(sizes), strict=True))
+        return list(zip(torch.split(self.indices, sizes), torch.split(self.logits, sizes), strict=True))
 
 
 class Coverage(NamedTuple):

@@ -368,6 +368,14 @@ def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Erro
         dense[rows[r]] = values[r] + (margin if plan.upper else estimates.expected_excess(spreads[r], errors))
 
 
+@jit
+def _write_exact(rows: Any, exact: Any, dense: Any) -> None:
+    """Write logits of rows that were read in full, if all are wanted."""
+    if dense.size:
+        for r in range(rows.size):
+            dense[rows[r]] = exact[r]
+
+
 @jit_stage
 def estimate_log_z(
     codes: Codes, plan: Plan, preview: Preview, survivors: Survivors, finalists: Survivors, scratch: Scratch
@@ -468,6 +476,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         rows, exact = scratch.rows[: finalists.count], scratch.exact[: finalists.count]
         read_rows(index, x, rows, exact, scratch)
         if plan.level > -np.inf:
+            _write_exact(rows, exact, dense)
             return Found(ANSWERED, 0.0, 0.0, tally[0], tally[1], scale, tried, rows.size, signal, toward, 0.0)
         log_z, half, kth, below = estimate_log_z(codes, plan, preview, survivors, finalists, scratch)
         if half <= plan.tolerance:
@@ -479,7 +488,6 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             if dense.size:
                 if below < finalists.threshold and not plan.upper:
                     estimates.limit_logits(below, dense)
-                for r in range(rows.size):
-                    dense[rows[r]] = exact[r]
+                _write_exact(rows, exact, dense)
             return Found(ANSWERED, log_z, half, tally[0], tally[1], scale, tried, rows.size, signal, toward, flat)
     return Found(EXPENSIVE, 0.0, 0.0, tally[0], tally[1], scale, tried, 0, signal, toward, 0.0)

@@ -28,6 +28,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 5
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _MANY = 1 << 18  # rows from which on the weight is so large that converting it again and again takes long
+_FEW = 64  # shaping queries for so many rows
 _CLOSE = 8  # rows besides the top k that may be among them but for rounding
 
 
@@ -46,7 +47,7 @@ class Trial(NamedTuple):
     signal: Tensor  # size of the estimates of the probes, in sizes of their errors
     toward: Tensor  # cosine of the angle to the mean query
     flat: Tensor  # log Z less the k-th logit
-    above: Tensor | None = None  # int64: rows above the level, if there is one
+    above: Any = None  # (batch,) int64: rows above the level, if there is one
 
 
 class Truth(NamedTuple):
@@ -154,8 +155,7 @@ def right(trial: Trial, exact: Truth | Above, fit: Fit) -> Tensor:
     Fallbacks, which are answered exactly, are. (batch,)
     """
     if isinstance(exact, Above):
-        complete: Tensor = (trial.above >= exact.counts) | (trial.fallback != 0)
-        return complete
+        return (exact.counts <= trial.above) | (trial.fallback != 0)
     rounding = exact.rounding
     top = ((trial.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - trial.log_z
@@ -205,7 +205,10 @@ def calibrate(
     if errors < 0:
         progress("calibrating", 1.0)
         return start
-    fit = _decide(deciding, _shape(shaping, start, progress), errors, progress)
+    few = shaping  # where every query takes long, some of those that only choose will do
+    if len(engine.layer.weight) >= _MANY:
+        few = shaping.some(torch.arange(min(_FEW, len(shaping.queries)), device=queries.device))
+    fit = _decide(deciding, _shape(few, start, progress), errors, progress)
     if math.isfinite(fit.width):
         fit = _limit(torch.cat([_features(part.ask(fit)[0]) for part in (shaping, deciding)]), fit)
     progress("telling queries apart", 0.1)

@@ -316,8 +316,8 @@ def complete(found: RowsAbove, queries: Tensor, layer: Layer, scaled: Tensor, th
     pairs = queries[exact.query], exact.row, exact.logit
     bytes_read = found.bytes_read.clone()
     bytes_read[queries] += exact.bytes_read
-    joined = (torch.cat([one, other]) for one, other in zip(found[:3], pairs, strict=True))
-    return RowsAbove(*joined, bytes_read, found.exact)
+    query, row, logit = (torch.cat([one, other]) for one, other in zip(found[:3], pairs, strict=True))
+    return RowsAbove(query, row, logit, bytes_read, found.exact)
 
 
 def _check_rows(rows: Tensor | Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
