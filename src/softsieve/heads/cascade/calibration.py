@@ -261,7 +261,9 @@ def _correct(sample: _Sample, exact: Truth, start: AnyFit, progress: ProgressCal
 def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallback) -> AnyFit:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
-    widths = [width for width in WIDTHS if width <= max(1.75 * shape.width, 6.0)]  # few queries may have shaped
+    # Few queries may have shaped. Rows above a level are those whose logits are far above their estimates.
+    widest = max(1.75 * shape.width, 6.0) if math.isinf(shape.level) else WIDTHS[0]
+    widths = [width for width in WIDTHS if width <= widest]
     count, wrong = len(sample.queries), 0
     for number, width in enumerate(widths):
         _, fine, read = sample.ask(shape._replace(width=width))
