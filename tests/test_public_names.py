@@ -32,6 +32,8 @@ def test_the_fixed_names_are_there() -> None:
         "ASMultiLabelLoss",
         "ASSpeed",
         "ASStats",
+        "Above",
+        "AdaptiveSoftmax",
         "DeltaSchedule",
         "HeadAdamW",
         "HeadSGD",

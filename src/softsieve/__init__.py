@@ -6,7 +6,7 @@ Inference: `AdaptiveSoftmax`, the largest softmax values of a linear head from a
 Both: `SieveLinear`, a last layer of very many classes that is trained and served by one object.
 """
 
-from softsieve.heads import AdaptiveSoftmax, TopK
+from softsieve.heads import Above, AdaptiveSoftmax, TopK
 from softsieve.layers import HeadAdamW, HeadSGD, SieveLinear
 from softsieve.losses import (
     ASCrossEntropyLoss,
@@ -26,7 +26,7 @@ from softsieve.losses import (
 from softsieve.training import ASSpeed, SolvedSampler
 
 __all__ = [
-    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "AdaptiveSoftmax", "DeltaSchedule",
+    "ASCrossEntropyLoss", "ASMultiLabelLoss", "ASSpeed", "ASStats", "Above", "AdaptiveSoftmax", "DeltaSchedule",
     "HeadAdamW", "HeadSGD", "LinearASCrossEntropyLoss", "LinearASMultiLabelLoss", "LinearASStats", "MultiLabelStats",
     "SieveLinear", "SolvedSampler", "TopK",
     "as_cross_entropy", "as_keep_mask", "as_multilabel_loss", "linear_as_cross_entropy", "linear_as_multilabel_loss",

@@ -24,7 +24,7 @@ from softsieve.data.synthetic_heads import make_head
 from softsieve.errors import InputError
 from softsieve.heads import LogPartition, TopK
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax, merged, packed
-from softsieve.reference.heads import logits, topk_softmax
+from softsieve.reference.heads import above, logits, topk_softmax
 from tests.heads.instances import peaked, right
 
 LIMIT = 60.0  # seconds, for all that a group of processes does
@@ -159,6 +159,9 @@ def in_pairs(rank: int, group: Any, folder: Path) -> Found:
         found[name] = [head.topk(x[80:], k, generator=g) for k in KS], head.log_partition(x[80:], generator=g)
     found["rows"] = head.rows
     found["shapes"] = head.topk(x[0], 2), head.topk(x[:6].view(3, 2, -1), 2)
+    found["above"] = [(head.above(x[:6].view(3, 2, -1), threshold), threshold) for threshold in (-1e9, 0.0, 1.0, 1e9)]
+    found["above others"] = said(lambda: head.above(x, float(rank)))
+    found["above nothing"] = said(lambda: head.above(x, "0" if rank else 0.0))  # type: ignore[arg-type]
     found["others"] = said(lambda: head.topk(x[: 2 - rank], 2 + 5 * rank))  # messages of the same size
     found["short"] = said(lambda: head.topk(x[:, :5]))
     found["no tensor"] = said(lambda: head.topk([1.0]))  # type: ignore[arg-type]
@@ -294,6 +297,22 @@ def test_any_shape_of_queries(pair: list[Found]) -> None:
         assert torch.equal(answer.indices, wanted.indices)
         assert answer.log_z.shape == answer.exact.shape == queries.shape[:-1]
         assert answer.log_z_interval.shape == (*queries.shape[:-1], 2)
+
+
+def test_rows_above_a_threshold(pair: list[Found]) -> None:
+    weight, x, bias, beta = small("float64")
+    for answers in zip(pair[0]["above"], pair[1]["above"], strict=True):
+        (answer, threshold), (other, _) = answers
+        alike(answer, other)
+        wanted = above(weight, x[:6], threshold, bias, beta=beta)
+        assert answer.counts.shape == answer.exact.shape == (3, 2)
+        assert [rows.tolist() for rows, _ in answer.per_query()] == [rows for rows, _ in wanted]
+        assert answer.bytes_read.eq(weight.nbytes).all()
+    for found in pair:
+        assert found["above others"][0] == "ValueError"
+        assert "x, threshold: expected the same on all ranks, found threshold 0 for" in found["above others"][1]
+    assert pair[0]["above nothing"] == ("RuntimeError", "rank 1: TypeError: threshold: expected a number, found str")
+    assert pair[1]["above nothing"][0] == "TypeError"
 
 
 def test_tied_rows_are_different_ones(pair: list[Found]) -> None:

@@ -556,6 +556,7 @@ class Made(NamedTuple):
                 tolerance=plan.tolerance,
                 usual=reference.Usual(*plan.usual),
                 upper=plan.upper,
+                level=plan.level,
             ),
         )
 
@@ -616,6 +617,26 @@ def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
     if n >= 511 and d >= 17:
         assert "answered" in states
         assert "expensive" in states
+
+
+@pytest.mark.parametrize(("bias", "beta"), [(False, 1.0), (True, -0.7)], ids=["plain", "bias"])
+def test_ask_for_rows_above_a_level(bias: bool, beta: float) -> None:
+    """As the reference does it; the finalists are rows in order, with their logits, and all that are above it."""
+    head, x = made(3000, 200, bias=bias, beta=beta)
+    exact, states = reference.logits(head.weight, x, head.bias, beta=beta), []
+    last = head.engine.previews - 1
+    for query, logits in zip(x[:4], exact, strict=False):
+        for level in (-math.inf, *logits.quantile(torch.tensor([0.1, 0.9, 0.99], dtype=torch.float64)).tolist(), 1e3):
+            for width in (1.0, 3.0, 12.0):
+                plan = PLAN._replace(k=0, second=last, limit=60.0, width=width, level=level)
+                states.append(compare(head, query, plan))
+                answer, *_, finalists = head.ask(query, plan)
+                if width == 12.0 and level > -math.inf and answer.state == ANSWERED:
+                    above = (logits > level + 1e-4).nonzero()[:, 0]
+                    assert np.isin(above, finalists).all()
+                    assert (np.diff(finalists) > 0).all()
+    assert {"answered", "expensive"} <= set(states)
+    assert states.count(None) <= 0.3 * len(states)
 
 
 @pytest.mark.parametrize("limit", [0.0, 40.0, math.inf])

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from softsieve.heads.cascade import index as cascade
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.gpu import GpuCascade
-from softsieve.heads.engine import Layer, Options
+from softsieve.heads.engine import Layer, Options, Promise
 from softsieve.kernels import cascade_triton as kernels
 from softsieve.kernels.cascade_triton import ARRIVALS, CHOICE, DRIFTED, EXPENSIVE, Fields, Plan
 from softsieve.reference import heads as reference
@@ -275,6 +275,26 @@ def test_all_logits_in_another_dtype(dtype: torch.dtype) -> None:
     assert wide is not None
     assert dense is not None
     torch.testing.assert_close(dense.float(), wide, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_above_a_threshold(biased: bool) -> None:
+    """By upper ends that hold: all of them, and fallbacks by the exact product."""
+    asked = Asked(1500, 96, batch=4, biased=biased, beta=0.7)
+    bias = None if asked.bias is None else asked.bias.to(DEVICE)
+    layer = Layer(asked.weight.to(DEVICE), bias, Options(asked.beta))
+    engine = GpuCascade(layer, cascade.Index(*(value.to(DEVICE) for value in asked.index)))
+    fit = engine.start(2, Promise(0.3, 0.1), 500)._replace(width=4.0, doubt=0.3, interval=2.0, envelope=12.0)
+    x = (asked.x * asked.beta).to(DEVICE)
+    for high in (100.0, 1e-6):
+        engine.calibrations = {2: fit._replace(high=high)}
+        for threshold in (-1e9, 2.0, 6.0, 1e9):
+            found = engine.above(x, threshold, Promise(0.3, 0.1))
+            right = reference.above(asked.weight, asked.x, threshold, asked.bias, beta=asked.beta)
+            answer = found.ordered((4,))
+            assert [rows.tolist() for rows, _ in answer.per_query()] == [rows for rows, _ in right]
+            assert answer.exact.all() == (high < 1 or threshold < 0)
+            assert answer.bytes_read.min() > 0
 
 
 def test_the_last_to_arrive_leaves_zeros() -> None:

@@ -381,6 +381,9 @@ for _method in ("exact", "coordinates", "cascade"):
             _ask(_method, "log_partition"), _query, _asking, raises=_uncalibrated
         ),
         f"AdaptiveSoftmax.logits, {_method}": Entry(_ask(_method, "logits"), _query, {"x": "tensor"}),
+        f"AdaptiveSoftmax.above, {_method}": Entry(
+            _ask(_method, "above"), _query, {"x": "tensor", "threshold": "number"}, raises=_uncalibrated
+        ),
         f"AdaptiveSoftmax.sample, {_method}": Entry(
             _ask(_method, "sample"),
             _query,
@@ -644,7 +647,7 @@ ENTRIES: dict[str, Entry] = {
     "AdaptiveSoftmax.calibrate, cascade": Entry(
         lambda **args: AdaptiveSoftmax(_made(N, D), delta=0.3).calibrate(**args),
         lambda: {"queries": _made(30, D)},
-        {"queries": "tensor", "k": "ks", "generator": "generator"},
+        {"queries": "tensor", "k": "ks", "threshold": "number", "generator": "generator"},
     ),
     "AdaptiveSoftmax.calibrate, coordinates": Entry(
         lambda **args: AdaptiveSoftmax(_made(N, D), delta=0.3, method="coordinates").calibrate(**args),
@@ -818,7 +821,9 @@ ENTRIES: dict[str, Entry] = {
 }
 RESULTS = "made by the library, not by its callers"
 EXEMPT = {
-    **dict.fromkeys(("ASStats", "LinearASStats", "MultiLabelStats", "TopK", "LogPartition", "Coverage"), RESULTS),
+    **dict.fromkeys(
+        ("ASStats", "LinearASStats", "MultiLabelStats", "TopK", "Above", "LogPartition", "Coverage"), RESULTS
+    ),
     **dict.fromkeys(
         ("Calibration", "CascadeCalibration", "GpuCascadeCalibration", "DriftWarning", "WeightChanged", "Batch"),
         RESULTS,

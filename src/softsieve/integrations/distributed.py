@@ -14,7 +14,8 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve._progress import ProgressCallback, no_progress
-from softsieve.heads import AdaptiveSoftmax, LogPartition, TopK
+from softsieve.heads import Above, AdaptiveSoftmax, LogPartition, TopK
+from softsieve.heads.above import RowsAbove
 from softsieve.heads.modes import in_own_modes
 
 __all__ = ["ShardedAdaptiveSoftmax"]
@@ -156,6 +157,38 @@ class ShardedAdaptiveSoftmax:
         """The logarithm of the sum of exponentials over all rows, as `AdaptiveSoftmax.log_partition`."""
         return LogPartition(*self._ask(x, 0, generator)[3:])
 
+    @in_own_modes
+    def above(self, x: Tensor, threshold: float = 0.0) -> Above:
+        """Every class whose logit is above a threshold over all rows, as `AdaptiveSoftmax.above`, by their numbers.
+
+        What the whole has above a threshold is what its shards have, so nothing is missing if no rank misses anything:
+        with probability ``1 - delta``. ``bytes_read`` and ``exact`` are as in `topk`. Takes one gather, of what the
+        ranks have found.
+
+        Args:
+            x: queries, (..., d), the same on all ranks.
+            threshold: the same on all ranks.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `AdaptiveSoftmax.above`, or because another rank has no answer.
+        """
+        if self._ranks.count == 1:
+            return self.head.above(x, threshold)
+        try:
+            own = self.head.above(x, threshold)
+            asked = f"threshold {threshold:g} for queries {tuple(x.shape)}"
+        except Exception as error:
+            self._ranks.tell(f"{type(error).__name__}: {error}")
+            raise
+        said = self._ranks.tell((asked, [value.cpu() for value in own]))
+        for rank, one in enumerate(said):
+            if isinstance(one, str):
+                raise RuntimeError(f"rank {rank}: {one}")
+        if len({asked for asked, _ in said}) > 1:
+            found = ", ".join(asked for asked, _ in said)
+            raise ValueError(f"x, threshold: expected the same on all ranks, found {found}")
+        return joined([Above(*values) for _, values in said], self._sizes, x.device)
+
     def _ask(self, x: Tensor, k: int, generator: torch.Generator | None) -> TopK:
         if not isinstance(x, Tensor):  # alike on all ranks; whatever may not be is found below
             raise TypeError(f"x: expected a torch.Tensor, found {type(x).__name__}")
@@ -194,6 +227,7 @@ class ShardedAdaptiveSoftmax:
         queries: Tensor,
         k: int | Sequence[int] = 1,
         *,
+        threshold: float | None = None,
         generator: torch.Generator | None = None,
         progress: ProgressCallback = no_progress,
     ) -> Any:
@@ -204,22 +238,28 @@ class ShardedAdaptiveSoftmax:
         Args:
             queries: (N, d), the same on all ranks.
             k: up to the number of all rows. A rank that has fewer rows calibrates for all that it has.
-            generator, progress: as in `AdaptiveSoftmax.calibrate`, for this rank.
+            threshold: as in `AdaptiveSoftmax.calibrate`.
+            generator, progress: the same, for this rank.
 
         Returns:
             What was fitted on this rank; a list for several k.
         """
-        return self._ranks.together(lambda: self._calibrate(queries, k, generator, progress))
+        return self._ranks.together(lambda: self._calibrate(queries, k, threshold, generator, progress))
 
     def _calibrate(
-        self, queries: Tensor, k: int | Sequence[int], generator: torch.Generator | None, progress: ProgressCallback
+        self,
+        queries: Tensor,
+        k: int | Sequence[int],
+        threshold: float | None,
+        generator: torch.Generator | None,
+        progress: ProgressCallback,
     ) -> Any:
         wanted = list(k) if isinstance(k, Sequence) else [k]
         for one in wanted:
             _checks.whole_number("k", one, 0, sum(self._sizes))
         own_ks = [min(one, len(self.head.weight)) for one in wanted]
         different = list(dict.fromkeys(own_ks))
-        fits = self.head.calibrate(queries, different, generator=generator, progress=progress)
+        fits = self.head.calibrate(queries, different, threshold=threshold, generator=generator, progress=progress)
         fit_of = dict(zip(different, fits, strict=True))
         return [fit_of[one] for one in own_ks] if isinstance(k, Sequence) else fit_of[own_ks[0]]
 
@@ -327,6 +367,20 @@ def packed(answer: TopK, first: int, k: int) -> Tensor:
     logits, rows = (F.pad(values.double(), missing) for values in (answer.logits, answer.indices + first))
     numbers = (answer.log_z, *answer.log_z_interval.unbind(-1), answer.coordinates, answer.bytes_read, answer.exact)
     return torch.cat([logits, rows, torch.stack([value.double() for value in numbers], -1)], -1)
+
+
+def joined(parts: Sequence[Above], sizes: Sequence[int], device: torch.device) -> Above:
+    """What the whole has above a threshold from what its shards have, with so many rows each."""
+    shape, starts = parts[0].counts.shape, [sum(sizes[:rank]) for rank in range(len(sizes))]
+    number = torch.arange(shape.numel())
+    found = RowsAbove(
+        torch.cat([number.repeat_interleave(part.counts.flatten()) for part in parts]),
+        torch.cat([part.indices + start for part, start in zip(parts, starts, strict=True)]),
+        torch.cat([part.logits for part in parts]),
+        torch.stack([part.bytes_read for part in parts]).sum(0).flatten(),
+        torch.stack([part.exact for part in parts]).all(0).flatten(),
+    )
+    return Above(*(value.to(device) for value in found.ordered(shape)))
 
 
 def merged(parts: Tensor, sizes: Sequence[int], k: int, dtype: torch.dtype) -> TopK:

@@ -38,6 +38,22 @@ def topk_softmax(weight: Tensor, x: Tensor, k: int = 1, bias: Tensor | None = No
     return ExactTopK(indices, exact.softmax(-1).gather(-1, indices), values, exact.logsumexp(-1))
 
 
+def above(
+    weight: Tensor, x: Tensor, threshold: float = 0.0, bias: Tensor | None = None, *, beta: float = 1.0
+) -> list[tuple[list[int], list[float]]]:
+    """Classes whose logits are above a threshold and their logits, the largest first, for each query of (..., d).
+
+    Example:
+        >>> above(torch.tensor([[1.0], [2.0], [-1.0]]), torch.tensor([1.0]))
+        [([1, 0], [2.0, 1.0])]
+    """
+    found = []
+    for row in logits(weight, x, bias, beta=beta).reshape(-1, len(weight)).tolist():
+        classes = sorted((i for i in range(len(row)) if row[i] > threshold), key=lambda i: (-row[i], i))
+        found.append((classes, [row[i] for i in classes]))
+    return found
+
+
 def horvitz_thompson(row: Tensor, x: Tensor, index: list[int], pi: Tensor) -> tuple[float, float]:
     """The estimate of ``row . x`` from coordinates drawn with probabilities pi, and that of its variance."""
     estimate = sum(float(row[j]) * float(x[j]) / float(pi[j]) for j in index)
@@ -109,6 +125,7 @@ class CascadePlan(NamedTuple):
     limit: float = math.inf
     usual: Usual = Usual()
     upper: bool = False
+    level: float = -math.inf  # with k = 0: rows that may be above it are the answer
     capacity: float = math.inf  # the most survivors of the preview
     group: int = 64  # rows of which the best estimate stands for all
 
@@ -183,6 +200,8 @@ class _Query:
     def survivors(self, rows: Tensor, values: Tensor, attained: float, slack: float) -> Tensor:
         """Those of the rows that may be among the top k or matter for the partition function."""
         k, threshold = self.plan.k, float(self.dense.logsumexp(0)) + self.plan.floor
+        if self.plan.level > -math.inf:
+            threshold = self.plan.level
         if k:
             best = float(values[rows].topk(k).values[-1])
             aim = (best + max(best, attained)) / 2
@@ -229,9 +248,10 @@ def cascade(
 
     A row stays while its estimate with ``width`` deviations reaches what it takes to be among the top k, half way from
     the k-th best estimate to the k-th largest logit of the rows with the best ones, or the share of the partition
-    function that matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate. When the
-    preview leaves more rows than ``limit``, a longer one is made. A dropped row counts with its last estimate and what
-    errors add in the mean (`expected_excess`), and is below the k-th logit of the answer.
+    function that matters, whichever is less. Where fewer than k rows would stay, it is the k-th best estimate. With a
+    ``level``, it is that. When the preview leaves more rows than ``limit``, a longer one is made. A dropped row counts
+    with its last estimate and what errors add in the mean (`expected_excess`), and is below the k-th logit of the
+    answer.
     """
     query = _Query(weight, x, bias, beta, index, plan)
     (n, d), e, probes, lengths, k = weight.shape, len(index.centre), len(index.probes), index.lengths, plan.k
@@ -279,6 +299,8 @@ def cascade(
         query.tally(count, d, row_bytes)
         kth = float(query.exact[rows].topk(k).values[-1]) if k else math.inf
         dense = torch.where(rows, query.exact, query.limited(kth))
+        if plan.level > -math.inf:
+            return query.answer("answered", rows, dense)
         half, log_z = query.half_width(rows, dense), float(dense.logsumexp(0))
         if half <= plan.tolerance:
             if log_z - kth > plan.usual.flat:
