@@ -302,6 +302,65 @@ def _head_on_gpu(
     _write(console, out, "head-gpu", settings, results)
 
 
+@app.command()
+def serving(
+    shape: Annotated[str, typer.Option(help="CLASSESxSIZE of the layer")] = "1048576x768",
+    rank: Annotated[int, typer.Option(min=1, help="effective rank of hidden states")] = 64,
+    ridge: Annotated[float, typer.Option(min=0, help="of the layer, in largest eigenvalues of their moment")] = 0.1,
+    k: Annotated[int, typer.Option(min=1, help="classes that topk is asked for")] = 5,
+    delta: Delta = 0.01,
+    calibration: Annotated[int, typer.Option(min=2, help="queries to calibrate with")] = 1000,
+    test_queries: Annotated[int, typer.Option(min=1, help="other queries to test with, one at a time")] = 300,
+    fp32: Annotated[bool, typer.Option(help="measure the product in fp32, too, with a copy of the weight")] = False,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Record = None,
+) -> None:
+    """Time and quality of a multi-label layer's top k and of all its classes above 0, against the exact product."""
+    from benchmarks import serving as suite
+
+    n, d = _sizes(shape, "1048576x768")
+    if rank > d:
+        raise typer.BadParameter(f"expected at most {d}, found {rank}", param_hint="--rank")
+    check_promise(0.3, [delta])
+    set_threads(threads)
+    console = Console(soft_wrap=True, highlight=False)
+    chosen = {"rank": rank, "ridge": ridge, "k": k, "delta": delta, "calibration": calibration, "seed": seed}
+    with console.status(f"{n} x {d}") as status, one_line():
+        results, costs = suite.measure(
+            n, d, **chosen, test=test_queries, fp32=fp32, say=lambda what: status.update(f"{n} x {d}: {what}")
+        )
+
+    def share(name: str) -> Callable[[Any], str]:
+        return lambda r: "" if getattr(r, name) is None else f"{getattr(r, name):.2%}"
+
+    columns: Columns = {
+        "method": lambda r: r.method,
+        "ms": lambda r: f"{r.ms:.2f}",
+        "mean": lambda r: f"{r.ms_mean:.2f}",
+        "p99": lambda r: f"{r.ms_p99:.2f}",
+        "faster": lambda r: f"{r.faster:.1f}x",
+        "by means": lambda r: f"{r.faster_mean:.1f}x",
+        "success": share("success"),
+        "recall": share("recall"),
+        "precision": share("precision"),
+        "complete": share("complete"),
+        "bytes": lambda r: f"{r.bytes_ratio:.1f}x",
+        "exact": share("exact"),
+    }
+    title = f"{n} x {d}, bf16, one query at a time, {torch.get_num_threads()} threads, delta {delta}"
+    console.print(table(results, columns, title=title, left=("method",), ends=lambda r: False))
+    console.print(
+        f"faster: than {suite.PRODUCT}; bytes: of the weight for each one read; exact: share of queries that read all"
+    )
+    console.print(
+        f"index {costs.build_s:.0f} s, calibration {costs.calibrate_s:.0f} s, {costs.above:.1f} classes above 0, among "
+        f"them {costs.labels_found:.0%} of the labels; peak {costs.peak_gib:.1f} GiB"
+    )
+    settings = {"n": n, "d": d, **chosen, "test_queries": test_queries, **costs._asdict()}
+    _write(console, out, "serving", settings, results)
+
+
 @app.command("head-scaling")
 def head_scaling(
     n: Annotated[list[int], typer.Option(min=2, help="rows; several")] = [32768],  # noqa: B006

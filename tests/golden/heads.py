@@ -80,7 +80,7 @@ def gpu_answers() -> dict[str, Tensor]:
     for beta in (1.0, 0.7):
         engine = GpuCascade(Layer(weight, bias, Options(beta)), build(weight, bias, moments))
         found, logits = engine.replay(x, fit, scale=beta, dense=torch.float32)
-        ends, _ = engine.ends(x * beta, fit._replace(envelope=6.0))
+        ends = engine.ends(x * beta, fit._replace(envelope=6.0)).logits
         values = {"indices": found.indices, "probs": found.probs, "logits": found.logits, "log_z": found.log_z,
                   "interval": found.interval, "coordinates": found.coordinates, "bytes_read": found.bytes_read,
                   "all logits": logits, "upper ends": ends}  # fmt: skip

@@ -116,7 +116,7 @@ def bounded(made: AdaptiveSoftmax, x: Tensor, k: int) -> Tensor:
     engine, fit = made._engine, made.calibrations[k]
     assert isinstance(engine, CpuCascade)
     assert isinstance(fit, CascadeCalibration)
-    ends, answered = engine.ends(x, fit)
+    ends, answered, _ = engine.ends(x, fit)
     exact = x @ made.weight.T
     return answered & (exact <= ends + 1e-4).all(-1) & (ends > exact + 0.1).any(-1)
 

@@ -20,7 +20,7 @@ from softsieve.heads.engines import check_cascade, engine_for
 from softsieve.heads.exact import Exact
 from softsieve.heads.modes import in_own_modes, own_modes
 from softsieve.heads.portable import Portable
-from softsieve.heads.results import Coverage, LogPartition, TopK
+from softsieve.heads.results import Above, Coverage, LogPartition, TopK
 from softsieve.heads.sampling import draw, draw_rows
 
 METHODS = ("auto", "exact", "coordinates", "cascade")
@@ -113,6 +113,11 @@ class AdaptiveSoftmax(Portable):
         return {} if self._engine is None else self._engine.calibrations
 
     @property
+    def thresholds(self) -> dict[float, Any]:
+        """What was calibrated for `above`, by the least threshold that it serves for."""
+        return {} if self._engine is None else self._engine.levels
+
+    @property
     def index(self) -> Index | None:
         """What a cascade keeps besides the weight."""
         return None if self._engine is None else self._engine.index
@@ -181,6 +186,53 @@ class AdaptiveSoftmax(Portable):
         if fallbacks:
             logits[fallbacks] = self._layer.logits(queries[fallbacks])
         return in_range(logits).reshape(*x.shape[:-1], -1)
+
+    @in_own_modes
+    def above(self, x: Tensor, threshold: float = 0.0) -> Above:
+        """Every class whose logit is above a threshold: what a multi-label classifier predicts.
+
+        Defined by the exact answer::
+
+            logits = beta * (weight @ x + bias)
+            indices = (logits > threshold).nonzero()
+
+        All that is returned is above, because its rows are read in full; with probability at least ``1 - delta``
+        nothing that is above is missing. What that rests on:
+
+        - the cascade, calibrated for this threshold or a lower one (``calibrate(queries, threshold=0.0)``): a row is
+          read in full if its upper end reaches that one, where margins are such that this finds all rows above, for
+          queries like the sample;
+        - the cascade, calibrated for a k alone, or on a GPU: upper ends of all rows, which hold for every threshold at
+          once, so more is read than a threshold takes. Where they are not known, the exact product;
+        - ``guarantee="pac"`` with ``method="cascade"``: intervals that hold for every weight and query;
+        - everything else, and queries unlike the sample: the exact product, some rows at a time.
+
+        ``method="auto"`` takes the exact product when nothing is calibrated or it was measured to be faster.
+
+        Args:
+            x: queries, (..., d), of any floating-point dtype.
+            threshold: any number; infinite ones are above, or below, all logits.
+
+        Raises:
+            TypeError, ValueError: when a query has a wrong shape, dtype or device, or the threshold is no number.
+            RuntimeError: when ``method="cascade"``, ``guarantee="calibrated"`` and `calibrate` was not called.
+
+        Example:
+            >>> head = AdaptiveSoftmax(torch.tensor([[2.0], [-1.0], [1.0]]))
+            >>> found = head.above(torch.tensor([3.0]), threshold=1.0)
+            >>> found.counts.item(), found.indices.tolist(), found.logits.tolist()
+            (2, [0, 2], [6.0, 3.0])
+        """
+        threshold = _checks.number("threshold", threshold)
+        queries, engine = self._queries(x), self._engine
+        if engine is None and self.method != "auto":
+            raise not_calibrated(1, {}, " (or calibrate(queries, threshold=...))")
+        batch = len(queries) if self.method == "auto" else None
+        if engine is None or not engine.serves_above(threshold, batch, self._promise):
+            engine = self._exact
+        found = engine.above(queries, threshold, self._promise)
+        in_range(found.logit)
+        return found.ordered(x.shape[:-1])
 
     def _queries(self, x: Tensor) -> Tensor:
         """Checked and scaled queries, (batch, d)."""
@@ -265,10 +317,13 @@ class AdaptiveSoftmax(Portable):
         queries: Tensor,
         k: int | Sequence[int] = 1,
         *,
+        threshold: float | None = None,
         generator: torch.Generator | None = None,
         progress: ProgressCallback = no_progress,
     ) -> Any:
         """Fit ``guarantee="calibrated"`` on sample queries, for `topk` with this k; ``k=0``: for `log_partition`.
+
+        With a ``threshold`` also for `above`.
 
         Warns when there are too few for ``delta``: then nothing can be promised from a part, and everything is read.
 
@@ -276,6 +331,9 @@ class AdaptiveSoftmax(Portable):
             queries: (N, d), what later queries will be like. For a cascade other ones than those of `build`; if that
                 was not called, a half of them, at random, is given to it.
             k: the one that will be asked for, or several. A cascade also answers smaller ones than a calibrated one.
+                None of them, ``[]``, with a threshold.
+            threshold: the least one that `above` will be asked with, for a cascade on a CPU. Higher ones are answered
+                by it, too: what exceeds it is read, and then compared. On a GPU nothing is fitted for it.
             generator: of everything that is drawn; with ``"coordinates"`` of the device of the weight, else of the CPU.
             progress: called with what was just done, and the share of the whole that it was.
 
@@ -284,17 +342,23 @@ class AdaptiveSoftmax(Portable):
         """
         ks = list(k) if isinstance(k, Sequence) else [k]
         _check_calibration(self._layer, ks, generator)
+        if threshold is not None:
+            threshold = _checks.number("threshold", threshold, -1e30, 1e30)
+            check_cascade("threshold", self._layer.options, self.weight)
         _checks.queries("queries", queries, self.weight)
         sample, engine = queries.detach().reshape(-1, queries.shape[-1]), self._engine
         fewest = self._kind.needed(self.delta) * (2 if engine is None else 1)
         _warn_of_few(len(sample), fewest, self.delta)
-        part: ProgressCallback = partial(_part, progress, 1 / max(1, len(ks) + (engine is None)))
+        steps = len(ks) + (engine is None) + (threshold is not None)
+        part: ProgressCallback = partial(_part, progress, 1 / max(1, steps))
         if engine is None:
             mixed = torch.randperm(len(sample), generator=generator).to(sample.device)
             moments = _collect_moments(sample[mixed[: max(1, len(sample) // 2)]], self._layer)
             sample = sample[mixed[len(sample) // 2 :]]
             self._engine = engine = self._kind.build(self._layer, moments, progress=part)
         fits = engine.calibrate(sample, ks, self._promise, generator=generator, progress=part)
+        if threshold is not None:
+            engine.calibrate_above(sample, threshold, self._promise, generator=generator, progress=part)
         return fits if isinstance(k, Sequence) else fits[0]
 
     @in_own_modes

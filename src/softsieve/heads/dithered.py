@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits
 from softsieve.heads.engine import Answer, Engine, Layer, Promise
 from softsieve.heads.reader import Reader
@@ -154,6 +155,22 @@ class Codes:
         fields = zip(zip(*answers, strict=True), kinds, strict=True)
         return Answer(*(torch.from_numpy(np.stack(values)).to(kind) for values, kind in fields))
 
+    def above(self, queries: Tensor, bias: Tensor | None, threshold: float, promise: Promise) -> RowsAbove:
+        """Rows above a threshold of every query, with the promised probability all of them."""
+        dtype = self.index.scale.dtype
+        known_bias = (torch.zeros(0) if bias is None else bias).to(dtype).numpy()
+        halves = half_widths(len(self.weight), self.weight.shape[1], promise.delta)
+        with one_at_a_time(), np.errstate(all="ignore"):
+            found = [_above(Known(self, x, known_bias, halves), threshold) for x in queries.contiguous().numpy()]
+        rows, logits, bytes_read, exact = zip(*found, strict=True)
+        return RowsAbove(
+            torch.repeat_interleave(torch.tensor([one.size for one in rows])),
+            torch.from_numpy(np.concatenate(rows)),
+            torch.from_numpy(np.concatenate(logits)),
+            torch.tensor(bytes_read),
+            torch.tensor(exact),
+        )
+
 
 class Dithered(Engine):
     """The cascade of dithered codes. They take a pass over the weight, are made when they are first needed, and anew
@@ -168,6 +185,9 @@ class Dithered(Engine):
     def topk(self, x: Tensor, k: int, promise: Promise, generator: torch.Generator | None = None) -> Answer:
         queries = self.layer.scaled(x, "x")
         return self._codes().solve(queries, self.layer.scaled_bias(), k, promise).shaped(x.shape[:-1])
+
+    def above(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
+        return self._codes().above(queries, self.layer.scaled_bias(), threshold, promise)
 
     def _codes(self) -> Codes:
         with self._lock:
@@ -285,6 +305,21 @@ def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:
     ends = float(shift) + np.log([least, most])
     probs = np.exp(low[rows].astype(np.float64) - log_z)
     return rows, probs, low[rows], log_z, ends, known.coordinates, known.bytes_read, (tier == EXACT).all()
+
+
+def _above(known: Known, threshold: float) -> tuple[Array, Array, int, bool]:
+    """Rows above a threshold, their logits, bytes read, and whether everything was read.
+
+    A row whose upper end is not above it is not. The second codes are read of those that the first leave open, then
+    rows in full: those that are above, too, whose logits are wanted.
+    """
+    low, high, tier = known.low, known.high, known.tier
+    # An end that is no number says nothing. Rows that are sure to be above need no finer code, only their logit.
+    known.read_further(np.flatnonzero(~(high <= threshold) & ~(low > threshold)))
+    unread = np.flatnonzero(~(high <= threshold) & (tier < EXACT))
+    known.read(unread)
+    rows = np.flatnonzero(high > threshold)
+    return rows, high[rows], known.bytes_read, bool((tier == EXACT).all())
 
 
 def _kth(values: Array, k: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve._progress import ProgressCallback
+from softsieve.heads.above import AT_ONCE, RowsAbove
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.reader import Reader
 from softsieve.heads.watching import Watch
+
+QUERIES = 4096  # for which the exact product is made together, at most
 
 
 class Options(NamedTuple):
@@ -65,6 +68,28 @@ class Layer:
         """Exact logits of scaled queries, (batch, n)."""
         logits, bias = self.reader.full(queries), self.scaled_bias()
         return logits if bias is None else logits.add_(bias)
+
+    def blocks(self, queries: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The same, some rows at a time, so many that memory stays small, with the number of the first row."""
+        bias = self.scaled_bias()
+        for start, logits in self.reader.blocks(queries, AT_ONCE):
+            yield start, logits if bias is None else logits.add_(bias[start : start + logits.shape[-1]])
+
+    def above(self, queries: Tensor, threshold: float) -> RowsAbove:
+        """Rows whose exact logits are above a threshold, of scaled queries (batch, d)."""
+        parts = [self._above(some, threshold) for some in torch.split(queries, QUERIES)]
+        return parts[0] if len(parts) == 1 else RowsAbove.join(parts)
+
+    def _above(self, queries: Tensor, threshold: float) -> RowsAbove:
+        found: list[tuple[Tensor, ...]] = []
+        for start, logits in self.blocks(queries):
+            in_range(logits, wait=True)  # NaN is above nothing
+            query, row = (logits > threshold).nonzero(as_tuple=True)
+            found.append((query, row + start, logits[query, row]))
+        none = queries.new_zeros(0)
+        pairs = map(torch.cat, zip((none.long(), none.long(), none), *found, strict=True))
+        read = torch.full((len(queries),), self.bytes, dtype=torch.int64, device=queries.device)
+        return RowsAbove(*pairs, read, torch.ones_like(read, dtype=torch.bool))
 
     def logits_of(self, queries: Tensor, query: Tensor, row: Tensor) -> Tensor:
         """Exact logits of pairs of a scaled query and a row, by their numbers."""
@@ -137,6 +162,7 @@ class Engine(Protocol):
 
     layer: Layer
     calibrations: Any = MappingProxyType({})  # by k, 0 for `log_partition`; replaced by others, never changed
+    levels: Any = MappingProxyType({})  # calibrations for `above`, by their least threshold; replaced, never changed
     index: Any = None  # what a cascade keeps besides the weight
     has_estimates: bool = False  # whether it has to be built, and estimates logits
     fitted_to: Tensor | None = None  # checksums of the rows that something was fitted to
@@ -160,6 +186,18 @@ class Engine(Protocol):
     ) -> list[Any]:
         """Fit what the promise takes on sample queries, for every k; what was fitted is kept in `calibrations`."""
         raise ValueError("calibrate: expected a method that can be calibrated")
+
+    def calibrate_above(
+        self,
+        queries: Tensor,
+        level: float,
+        promise: Promise,
+        *,
+        generator: torch.Generator | None,
+        progress: ProgressCallback,
+    ) -> Any:
+        """Fit what `above` takes for thresholds from a level on; what was fitted is kept in `levels`."""
+        raise ValueError("threshold: expected a method that can be calibrated for one")
 
     @staticmethod
     def needed(delta: float) -> int:
@@ -194,9 +232,19 @@ class Engine(Protocol):
         """All logits of scaled queries (batch, d): exact ones, where an engine has no estimates."""
         return Estimated(self.layer.logits(queries), [], len(queries) * self.layer.bytes, len(queries))
 
-    def upper_ends(self, queries: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
-        """What no logit of scaled queries (batch, d) is above, (batch, n), and which were answered; None: not known."""
+    def upper_ends(self, queries: Tensor, promise: Promise) -> Ends | None:
+        """What no logit of scaled queries (batch, d) is above; None: not known."""
         return None
+
+    def serves_above(self, threshold: float, batch: int | None, promise: Promise) -> bool:
+        """Whether to ask it for rows above a threshold rather than the exact product, as `serves` says it for a k."""
+        return True
+
+    def above(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
+        """Rows whose logits are above a threshold, of scaled queries (batch, d): all by the exact product, unless an
+        engine knows better.
+        """
+        return self.layer.above(queries, threshold)
 
     def check_weight(self) -> None:
         """Compare the weight with the one that something was fitted to, if anything was.
@@ -218,6 +266,14 @@ class Engine(Protocol):
             LookupError, TypeError, ValueError: when the state does not belong to this layer.
         """
         return cls(layer)
+
+
+class Ends(NamedTuple):
+    """What no logit is above."""
+
+    logits: Tensor  # (batch, n): upper ends, exact where a row was read in full; undefined for fallbacks
+    answered: Tensor  # (batch,) bool: no fallback
+    bytes_read: Tensor  # (batch,) int64
 
 
 def in_range(logits: Tensor, name: str = "x", *, wait: bool = False) -> Tensor:

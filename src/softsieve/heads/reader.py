@@ -84,6 +84,17 @@ class Reader:
             return self._full_in_parts(x)
         return torch.cat([x @ part.T for part in self.parts()], -1)
 
+    def blocks(self, x: Tensor, at_once: int) -> Iterator[tuple[int, Tensor]]:
+        """The same, some rows at a time, with the number of the first: each row is converted once for all queries.
+
+        No more than ``at_once`` numbers at a time, but for those of one row.
+        """
+        step = max(1, at_once // max(1, len(x)))
+        if not self.weight.is_cuda and self.weight.dtype != self.dtype:
+            step = min(step, max(1, CHUNK // self.size))
+        for start in range(0, self.rows, step):
+            yield start, Reader(self.weight[start : start + step]).full(x)
+
     def _full_in_parts(self, x: Tensor) -> Tensor:
         """With queries as sums of three of the weight's dtype, so that one pass over the weight is exact enough."""
         scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30).log2().ceil().exp2()

@@ -58,6 +58,35 @@ class LogPartition(NamedTuple):
     exact: Tensor  # bool: every row was read in full
 
 
+class Above(NamedTuple):
+    """Every class whose logit is above a threshold, of every query.
+
+    Shape:
+        ``(...)`` for ``counts``, ``bytes_read`` and ``exact``, where ``(..., d)`` is that of the queries; ``(m,)`` for
+        ``indices`` and ``logits``, query after query, where m is the sum of the counts.
+
+    Example:
+        >>> import torch
+        >>> from softsieve import AdaptiveSoftmax
+        >>> found = AdaptiveSoftmax(torch.tensor([[-1.0], [1.0], [3.0]])).above(torch.tensor([[1.0], [-2.0]]))
+        >>> found.counts.tolist(), found.indices.tolist(), found.logits.tolist()
+        ([2, 1], [2, 1, 0], [3.0, 1.0, 2.0])
+        >>> [classes.tolist() for classes, logits in found.per_query()]
+        [[2, 1], [0]]
+    """
+
+    counts: Tensor  # int64: how many classes are above
+    indices: Tensor  # int64: these classes, of each query the one with the largest logit first, equal ones by number
+    logits: Tensor  # theirs, times beta: all of them were read in full
+    bytes_read: Tensor  # int64: what was read in all
+    exact: Tensor  # bool: every row was read in full, so that nothing is left to chance
+
+    def per_query(self) -> list[tuple[Tensor, Tensor]]:
+        """Classes and logits of each query, in the order of ``counts.flatten()``."""
+        sizes = self.counts.flatten().tolist()
+        return list(zip(self.indices.split(sizes), self.logits.split(sizes), strict=True))
+
+
 class Coverage(NamedTuple):
     """How a head does on queries whose exact answers are known."""
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from softsieve.heads.engine import Layer, in_range
+from softsieve.heads.engine import Ends, Layer, in_range
 
 
 def draw(logits: Tensor, temperature: float, top_p: float | None, generator: torch.Generator | None) -> Tensor:
@@ -36,7 +36,7 @@ def draw(logits: Tensor, temperature: float, top_p: float | None, generator: tor
 def draw_rows(
     layer: Layer,
     queries: Tensor,
-    ends: tuple[Tensor, Tensor] | None,
+    ends: Ends | None,
     temperature: float,
     top_p: float | None,
     generator: torch.Generator | None,
@@ -44,11 +44,11 @@ def draw_rows(
     """A row for every scaled query (batch, d): below upper ends, as far as there are some, else by the exact product.
 
     Args:
-        ends: upper ends of all logits (batch, n), and for which queries they are known.
+        ends: upper ends of all logits; None when they are not known.
     """
     drawn = torch.full((len(queries),), -1, device=queries.device)
     if ends is not None:
-        drawn = draw_below(*ends, partial(layer.logits_of, queries), temperature, generator=generator)
+        drawn = draw_below(*ends[:2], partial(layer.logits_of, queries), temperature, generator=generator)
     undrawn = (drawn < 0).nonzero()[:, 0]
     if len(undrawn):
         drawn[undrawn] = draw(in_range(layer.logits(queries[undrawn])), temperature, top_p, generator)

@@ -72,6 +72,7 @@ class Plan(NamedTuple):
     tolerance: float  # the half-width to reach
     usual: Usual  # what queries of the calibration were like
     upper: bool  # all logits are to be upper ends for dropped rows, instead of corrected estimates
+    level: float = -math.inf  # all rows whose logits may be above this are finalists, and nothing else is asked (k = 0)
 
 
 class Scratch(NamedTuple):
@@ -108,7 +109,7 @@ class Found(NamedTuple):
     bytes_read: int
     scale: float  # of the errors of the preview
     survivors: int  # of the preview
-    finalists: int  # the first so many of the rows in scratch, whose logits are exact
+    finalists: int  # the first so many of the rows in scratch, rising, whose logits are exact
     signal: float  # size of the estimates of the probes, in sizes of their errors
     toward: float  # cosine of the angle to the mean query
     flat: float  # log Z less the k-th logit
@@ -268,7 +269,8 @@ def count_survivors(
         lowered: by how much the threshold is lower than it would have to be.
     """
     spreads, slack = codes.spreads[preview.which], lowered + 1e-6 * abs(preview.shift)
-    threshold = min(_aim(preview.best, attained), preview.floor) - slack
+    aim = plan.level if plan.level > -np.inf else min(_aim(preview.best, attained), preview.floor)
+    threshold = aim - slack
     count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends)
     if count < plan.k:  # the k best estimates are sure to
         threshold = min(preview.best, preview.floor) - slack
@@ -303,6 +305,8 @@ def _tier_threshold(
     plan: Plan, values: Any, spreads: Any, errors: Errors, floor: float, attained: float, slack: float
 ) -> float:
     """Return what survivors must reach with the estimates of a tier."""
+    if plan.level > -np.inf:
+        return plan.level - slack
     if plan.k == 0:
         return floor - slack
     best = kth_largest(values, plan.k)
@@ -406,7 +410,7 @@ def estimate_log_z(
 
 @jit
 def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any) -> Any:
-    """Answer one query: its top k to ``top`` and ``logits``.
+    """Answer one query: its top k to ``top`` and ``logits``; with a level, rows that may be above it to ``scratch``.
 
     Args:
         x: the query times beta. (d,)
@@ -463,6 +467,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
             break
         rows, exact = scratch.rows[: finalists.count], scratch.exact[: finalists.count]
         read_rows(index, x, rows, exact, scratch)
+        if plan.level > -np.inf:
+            return Found(ANSWERED, 0.0, 0.0, tally[0], tally[1], scale, tried, rows.size, signal, toward, 0.0)
         log_z, half, kth, below = estimate_log_z(codes, plan, preview, survivors, finalists, scratch)
         if half <= plan.tolerance:
             flat = log_z - kth if plan.k else 0.0

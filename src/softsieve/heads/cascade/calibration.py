@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ ENVELOPE_QUERIES = 1024  # that are tried with, at most
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 5
 _AT_ONCE = 1 << 24  # logits that are there at a time
+_MANY = 1 << 18  # rows from which on the weight is so large that converting it again and again takes long
 _CLOSE = 8  # rows besides the top k that may be among them but for rounding
 
 
@@ -45,6 +46,7 @@ class Trial(NamedTuple):
     signal: Tensor  # size of the estimates of the probes, in sizes of their errors
     toward: Tensor  # cosine of the angle to the mean query
     flat: Tensor  # log Z less the k-th logit
+    above: Tensor | None = None  # int64: rows above the level, if there is one
 
 
 class Truth(NamedTuple):
@@ -61,6 +63,15 @@ class Truth(NamedTuple):
 
     def some(self, rows: Tensor) -> Truth:
         return Truth(self.best[rows], self.log_z[rows])
+
+
+class Above(NamedTuple):
+    """How many rows are above a level, by more than rounding."""
+
+    counts: Tensor  # (N,) int64
+
+    def some(self, rows: Tensor) -> Above:
+        return Above(self.counts[rows])
 
 
 def needed(delta: float) -> int:
@@ -98,6 +109,8 @@ def _shaping(count: int) -> int:
 
 def truth(reader: Reader, queries: Tensor, bias: Tensor | None, k: int) -> Truth:
     """Exact answers to scaled queries; ``bias`` times beta."""
+    if queries.is_cpu and reader.rows * len(queries) > _AT_ONCE and reader.rows > _MANY:
+        return _truth_in_blocks(reader, queries, bias, k)
     parts = []
     for some in torch.split(queries, max(1, _AT_ONCE // reader.rows)):
         logits = reader.full(some)
@@ -113,11 +126,36 @@ def truth(reader: Reader, queries: Tensor, bias: Tensor | None, k: int) -> Truth
     return Truth(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def right(trial: Trial, exact: Truth, fit: Fit) -> Tensor:
-    """Whether answers are right, up to rounding: values of the top k, probabilities within eps, log Z in its interval.
+def _truth_in_blocks(reader: Reader, queries: Tensor, bias: Tensor | None, k: int) -> Truth:
+    """The same, some rows for all queries at a time: where the weight is large, it is converted once."""
+    best = torch.full((len(queries), k), -math.inf, dtype=queries.dtype)
+    log_z = torch.full((len(queries),), -math.inf, dtype=queries.dtype)
+    for start, logits in reader.blocks(queries, _AT_ONCE):
+        if bias is not None:
+            logits += bias[start : start + logits.shape[-1]]
+        best = torch.cat([best, logits.topk(min(k, logits.shape[-1]), -1).values], -1).topk(k, -1).values
+        log_z = torch.logaddexp(log_z, logits.logsumexp(-1))
+    return Truth(best, log_z)
+
+
+def above_level(blocks: Iterable[tuple[int, Tensor]], level: float) -> Above:
+    """Rows above a level, from blocks of exact logits (N, some). Rows within rounding of it do not count."""
+    counts: Any = 0
+    for _, logits in blocks:
+        rounding = 16 * torch.finfo(logits.dtype).eps * (1 + logits.abs().amax(-1, keepdim=True))
+        counts = counts + (logits > level + rounding).sum(-1)
+    return Above(counts)
+
+
+def right(trial: Trial, exact: Truth | Above, fit: Fit) -> Tensor:
+    """Whether answers are right, up to rounding: values of the top k, probabilities within eps, log Z in its interval;
+    with a level, that no row above it is missing, for those that are there were read in full.
 
     Fallbacks, which are answered exactly, are. (batch,)
     """
+    if isinstance(exact, Above):
+        complete: Tensor = (trial.above >= exact.counts) | (trial.fallback != 0)
+        return complete
     rounding = exact.rounding
     top = ((trial.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - trial.log_z
@@ -131,7 +169,7 @@ class _Sample(NamedTuple):
 
     engine: Cascade
     queries: Tensor
-    exact: Truth
+    exact: Truth | Above
 
     def some(self, rows: Tensor) -> _Sample:
         return _Sample(self.engine, self.queries[rows], self.exact.some(rows))
@@ -146,7 +184,7 @@ class _Sample(NamedTuple):
 def calibrate(
     engine: Cascade,
     queries: Tensor,
-    exact: Truth,
+    exact: Truth | Above,
     start: AnyFit,
     *,
     generator: torch.Generator | None,
@@ -191,22 +229,25 @@ def _shape(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit
         trials.append((fit, sample.ask(fit)[0]))
         progress("choosing a preview", 0.4 / len(settings))
     best: AnyFit = engine.choose(start, trials)
-    return _correct(sample, best, progress)
+    if isinstance(sample.exact, Above):  # no exponentials are asked for
+        progress("choosing a preview", 0.1)
+        return best
+    return _correct(sample, sample.exact, best, progress)
 
 
-def _correct(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit:
+def _correct(sample: _Sample, exact: Truth, start: AnyFit, progress: ProgressCallback) -> AnyFit:
     """Choose the correction of exponentials, and how far corrected sums are off."""
     least, best = math.inf, (start, torch.zeros(0, dtype=torch.float64))
     for correction in CORRECTIONS:
         fit = start._replace(correction=correction)
         trial = sample.engine.trial(sample.queries, fit._replace(doubt=1.0), half_width=1e30)
         answered = trial.fallback == 0
-        error = (sample.exact.log_z.double() - trial.log_z)[answered]
+        error = (exact.log_z.double() - trial.log_z)[answered]
         # Errors of rows that are lost are no matter of the correction.
         squares = float(error.clamp(-1, 1).square().mean())
         if squares < least or math.isinf(least):
             # Errors that are nothing but rounding do not count.
-            beyond = (error.abs() - sample.exact.rounding[answered]).clamp_min(0)
+            beyond = (error.abs() - exact.rounding[answered]).clamp_min(0)
             least, best = squares, (fit, beyond / trial.half[answered].clamp_min(1e-12))
         progress("correcting exponentials", 0.1 / len(CORRECTIONS))
     fit, ratio = best
@@ -286,8 +327,8 @@ def envelope(engine: Cascade, queries: Tensor, logits: Callable[[Tensor], Tensor
         rounding = 1e-5 * (1 + exact.abs().amax(-1, keepdim=True))
         for number, trial in enumerate(trials):
             if beyond[number] <= errors:
-                ends, answered = engine.ends(part, trial)
-                beyond[number] += int(((exact > ends + rounding).any(-1) & answered).sum())
+                ends = engine.ends(part, trial)
+                beyond[number] += int(((exact > ends.logits + rounding).any(-1) & ends.answered).sum())
     return next((trial for trial, count in zip(trials, beyond, strict=True) if count <= errors), fit)
 
 

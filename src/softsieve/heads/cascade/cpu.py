@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
-from softsieve.heads.cascade.engine import Cascade
+from softsieve.heads.cascade.engine import Cascade, complete
 from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, Fallback, half_width, widened
 from softsieve.heads.cascade.index import BLOCK, SPREADS
-from softsieve.heads.engine import Answer, Estimated, Layer, Promise
+from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
 from softsieve.heads.watching import WeightChanged
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _PAGE = 1 << 21  # bytes of a large page of memory
 # Bytes that could be read in order in the time of other things: one more row, and sums and margins of a preview, a row.
 _ROW, _PREVIEW = 192, 8
 _LOCK = threading.Lock()
+
+Finalists = tuple[Any, Any]  # arrays of rows, rising, and of their logits
 
 
 class CpuCascade(Cascade):
@@ -104,15 +107,40 @@ class CpuCascade(Cascade):
             _explain(np.array(answers), fit, stacklevel=5)
         return Estimated(logits, fallbacks, sum(one.bytes_read for one in answers))
 
-    def ends(self, queries: Tensor, fit: CascadeCalibration) -> tuple[Tensor, Tensor]:
+    def solve_above(self, queries: Tensor, fit: CascadeCalibration, threshold: float) -> RowsAbove:
+        finalists: list[Finalists] = []
+        _, _, answers = self._run(queries, plan_of(fit), finalists=finalists)
+        numbers = np.array(answers).reshape(len(answers), -1)
+        fallbacks = numbers[:, 0] != 0
+        if fallbacks.any():
+            _explain(numbers, fit, stacklevel=6)
+        kept = [logits > threshold for _, logits in finalists]
+        rows, logits = (
+            np.concatenate([one[part][keep] for one, keep in zip(finalists, kept, strict=True)]) for part in (0, 1)
+        )
+        counts = np.array([np.count_nonzero(keep) for keep in kept])
+        found = RowsAbove(
+            torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
+            torch.from_numpy(rows.astype(np.int64)),
+            torch.from_numpy(logits),
+            torch.from_numpy(numbers[:, 4].astype(np.int64)),
+            torch.from_numpy(fallbacks),
+        )
+        return complete(found, torch.from_numpy(fallbacks.nonzero()[0]), self.layer, queries, threshold)
+
+    def ends(self, queries: Tensor, fit: CascadeCalibration) -> Ends:
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
         _, _, answers = self._run(queries, plan_of(widened(fit), math.inf, upper=True), logits.numpy())
-        return logits, torch.tensor([one.state == 0 for one in answers])
+        read = torch.tensor([one.bytes_read for one in answers], dtype=torch.int64)
+        return Ends(logits, torch.tensor([one.state == 0 for one in answers], dtype=torch.bool), read)
 
-    def _run(self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None) -> tuple[Any, Any, list[kernels.Found]]:
+    def _run(
+        self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None, finalists: list[Finalists] | None = None
+    ) -> tuple[Any, Any, list[kernels.Found]]:
         """Rows and logits of the top k of scaled queries, each answered by itself, and what the kernel says of them.
 
-        All logits are written to ``everywhere``, if that is an array (batch, n).
+        All logits are written to ``everywhere``, if that is an array (batch, n); those of each query's finalists are
+        appended to ``finalists``, if that is a list.
         """
         batch, x = len(queries), queries.numpy()
         coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
@@ -121,10 +149,14 @@ class CpuCascade(Cascade):
             everywhere = np.empty((batch, 0), self._kind)
         ask, arrays = self._ask, self._arrays
         with one_at_a_time():
-            scratch = self._scratch()
-            return rows, logits, [
-                ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i]) for i in range(batch)
-            ]  # fmt: skip
+            scratch, answers = self._scratch(), []
+            for i in range(batch):
+                found = ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i])
+                answers.append(found)
+                if finalists is not None:
+                    many = found.finalists
+                    finalists.append((scratch.rows[:many].copy(), scratch.exact[:many].copy()))
+            return rows, logits, answers
 
     def _scratch(self) -> Any:
         """Memory of this thread."""
@@ -159,7 +191,11 @@ class CpuCascade(Cascade):
     # -- calibration ---------------------------------------------------------------------------------------------------
 
     def trial(self, queries: Tensor, fit: CascadeCalibration, *, half_width: float | None = None) -> Trial:
-        rows, logits, answers = self._run(queries, plan_of(fit, half_width))
+        finalists: list[Finalists] | None = None if math.isinf(fit.level) else []
+        rows, logits, answers = self._run(queries, plan_of(fit, half_width), finalists=finalists)
+        above = None
+        if finalists is not None:
+            above = torch.tensor([np.count_nonzero(one > fit.level) for _, one in finalists])
         numbers = torch.from_numpy(np.array(answers))
         fallback, log_z, half, coordinates, bytes_read, scale, survivors, _, signal, toward, flat = numbers.unbind(-1)
         return Trial(
@@ -175,6 +211,7 @@ class CpuCascade(Cascade):
             signal,
             toward,
             flat,
+            above,
         )
 
     def settings(self) -> list[dict[str, int]]:
@@ -233,6 +270,7 @@ def plan_of(fit: CascadeCalibration, half_width: float | None = None, *, upper: 
         math.log1p(fit.eps) if half_width is None else half_width,
         Usual(fit.low, fit.high, fit.signal, fit.toward_low, fit.toward_high, fit.most, fit.flat),
         upper,
+        fit.level,
     )
 
 

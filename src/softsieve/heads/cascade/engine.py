@@ -14,15 +14,18 @@ from torch import Tensor
 
 from softsieve import _checks
 from softsieve._progress import ProgressCallback
+from softsieve.heads.above import AT_ONCE, SHARE, RowsAbove
 from softsieve.heads.cascade import calibration
 from softsieve.heads.cascade import fit as fits
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.calibration import Trial
-from softsieve.heads.cascade.fit import Fit
-from softsieve.heads.engine import Answer, Engine, Layer, Promise, State, not_calibrated
+from softsieve.heads.cascade.fit import CascadeCalibration, Fit
+from softsieve.heads.engine import Answer, Ends, Engine, Layer, Promise, State, not_calibrated
 from softsieve.heads.exact import Exact
 from softsieve.heads.watching import WeightChanged, changed_rows, list_rows, refuse_changes
+
+ROUNDING = 1e-5  # relative to the largest end, that upper ends may be exceeded by
 
 
 class Cascade(Engine):
@@ -36,6 +39,7 @@ class Cascade(Engine):
         self.layer, self.index, self.fitted_to = layer, index, index.checksums
         self.calibrations: dict[int, Any] = {}
         self.elsewhere: dict[int, Fit] = {}  # made on the other kind of device, kept for files
+        self.levels: dict[float, CascadeCalibration] = {}  # for `above`, by the least threshold; of a CPU alone
         self._exact = Exact(layer)
         self._seen = layer.watch.now()  # what the watch said when the weight was the one that the index was built of
 
@@ -69,11 +73,15 @@ class Cascade(Engine):
         """The calibration that takes least time, from a trial of each of the settings."""
 
     @abstractmethod
-    def ends(self, queries: Tensor, fit: Any) -> tuple[Tensor, Tensor]:
-        """Upper ends of all logits of scaled queries, and which queries were answered.
+    def ends(self, queries: Tensor, fit: Any) -> Ends:
+        """Upper ends of all logits of scaled queries.
 
         Exact for the finalists, elsewhere the last estimate and as many deviations as the envelope has.
         """
+
+    def solve_above(self, queries: Tensor, fit: CascadeCalibration, threshold: float) -> RowsAbove:
+        """Rows above a threshold of scaled queries (batch, d), by a calibration for this one or a lower one."""
+        raise NotImplementedError  # nothing is fitted for a threshold where there is no such rule
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -88,10 +96,57 @@ class Cascade(Engine):
         self.notice_changes()
         return self.solve(x, fit, k)
 
-    def upper_ends(self, queries: Tensor, promise: Promise) -> tuple[Tensor, Tensor] | None:
+    def upper_ends(self, queries: Tensor, promise: Promise) -> Ends | None:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
         return self.ends(queries, fit) if math.isfinite(fit.envelope) else None
+
+    def serves_above(self, threshold: float, batch: int | None, promise: Promise) -> bool:
+        fit = self._level(threshold, promise)
+        if fit is None:
+            return self.serves(self.largest_k(), batch, promise)
+        return (batch is None or batch <= fit.batch) and math.isfinite(fit.width)
+
+    def above(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
+        fit = self._level(threshold, promise)
+        self.notice_changes()
+        if fit is not None:
+            return self.solve_above(queries, fit, threshold)
+        parts = torch.split(queries, max(1, AT_ONCE // len(self.layer.weight)))
+        return RowsAbove.join([self._above_by_ends(some, threshold, promise) for some in parts])
+
+    def _above_by_ends(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
+        """The same where nothing was fitted for a threshold: rows whose upper ends are above it are read in full."""
+        ends, layer = self.upper_ends(queries, promise), self.layer
+        if ends is None:
+            return layer.above(queries, threshold)
+        slack = ROUNDING * (1 + ends.logits.abs().amax(-1, keepdim=True))  # what the ends were calibrated up to
+        candidates = ends.logits + slack > threshold
+        few = ends.answered & (SHARE * candidates.sum(-1) <= len(layer.weight))
+        query, row = (candidates & few[:, None]).nonzero(as_tuple=True)
+        logit = layer.logits_of(queries, query, row)
+        bytes_read = ends.bytes_read + torch.bincount(query, minlength=len(queries)) * (
+            layer.bytes // len(layer.weight)
+        )
+        above = logit > threshold
+        found = RowsAbove(query[above], row[above], logit[above], bytes_read, ~few)
+        return complete(found, (~few).nonzero()[:, 0], layer, queries, threshold)
+
+    def _level(self, threshold: float, promise: Promise) -> CascadeCalibration | None:
+        """The calibration that serves for a threshold, if there is one: that of the highest level up to it.
+
+        Raises:
+            RuntimeError: when it was made for another promise.
+        """
+        level = max((one for one in self.levels if one <= threshold), default=None)
+        if level is None or self.on_gpu:
+            return None
+        fit = self.levels[level]
+        if fit.delta != promise.delta:
+            raise RuntimeError(
+                f"calibrated for delta {fit.delta:g}, which is now {promise.delta:g}: call calibrate again"
+            )
+        return fit
 
     def largest_k(self) -> int:
         """The k that logits of all rows are answered by."""
@@ -154,6 +209,43 @@ class Cascade(Engine):
             self.calibrations = {**self.calibrations, k: fit}
         return made
 
+    def calibrate_above(
+        self,
+        queries: Tensor,
+        level: float,
+        promise: Promise,
+        *,
+        generator: torch.Generator | None,
+        progress: ProgressCallback,
+    ) -> CascadeCalibration | None:
+        """Fit what `above` takes for thresholds from a level on; None where upper ends serve for all thresholds."""
+        if self.on_gpu:
+            progress("nothing to calibrate", 1.0)
+            return None
+        self.notice_changes()
+        scaled = self.layer.scaled(queries, "queries")
+        exact = calibration.above_level(self.layer.blocks(scaled), level)
+        start = self.start(0, promise, len(queries))._replace(level=level)
+        fit = calibration.calibrate(self, scaled, exact, start, generator=generator, progress=progress)
+
+        def ask(x: Tensor) -> object:
+            return self.solve_above(self.layer.scaled(x), fit, level)
+
+        def exactly(x: Tensor) -> object:
+            return self.layer.above(self.layer.scaled(x), level)
+
+        if math.isfinite(fit.width):
+            fit = fit._replace(batch=calibration.measured_batch(ask, exactly, queries))
+        elif len(queries) >= calibration.needed(promise.delta):
+            warnings.warn(
+                f"queries: no width of margins finds all rows above {level:g} from a part of the weight: "
+                "every answer will be exact",
+                stacklevel=4,
+            )
+        self.levels = {**self.levels, level: fit}
+        made: CascadeCalibration = fit
+        return made
+
     def updated(self, rows: Tensor | Sequence[int]) -> Cascade:
         weight, bias = self.layer.weight, self.layer.bias
         numbers = _check_rows(rows, weight, bias)
@@ -164,7 +256,7 @@ class Cascade(Engine):
         index = indexes.Index(*(value.clone() for value in self.index))  # other heads may have parts of this one
         indexes.update(index, weight, bias, torch.unique(numbers))
         engine = type(self)(self.layer, index)
-        engine.calibrations, engine.elsewhere = self.calibrations, self.elsewhere
+        engine.calibrations, engine.elsewhere, engine.levels = self.calibrations, self.elsewhere, self.levels
         return engine
 
     def notice_changes(self) -> None:
@@ -187,9 +279,10 @@ class Cascade(Engine):
     def state(self) -> State:
         tensors = {f"index.{name}": value for name, value in self.index._asdict().items()}
         both = {"calibrations": self.calibrations, "elsewhere": self.elsewhere}
-        return State(
-            tensors, {name: {str(k): fits.to_file(fit) for k, fit in one.items()} for name, one in both.items()}
-        )
+        settings = {name: {str(k): fits.to_file(fit) for k, fit in one.items()} for name, one in both.items()}
+        if self.levels:
+            settings["levels"] = {str(level): fits.to_file(fit) for level, fit in self.levels.items()}
+        return State(tensors, settings)
 
     @classmethod
     def from_state(cls, layer: Layer, promise: Promise, state: State) -> Cascade:
@@ -205,9 +298,26 @@ class Cascade(Engine):
                 k = int(name)
                 fit = fits.from_file(values, k=k, rows=len(layer.weight), previews=previews, tiers=tiers)
                 (engine.calibrations if bool(values["capacity"]) == cls.on_gpu else engine.elsewhere)[k] = fit
+        for name, values in settings.pop("levels", {}).items():
+            fit = fits.from_file(values, k=0, rows=len(layer.weight), previews=previews, tiers=tiers)
+            if not isinstance(fit, CascadeCalibration) or fit.level != float(name) or math.isinf(fit.level):
+                raise ValueError(f"levels.{name}: made for another level")
+            engine.levels[fit.level] = fit
         if fitted_to is not None:
             engine._seen = ()
         return engine
+
+
+def complete(found: RowsAbove, queries: Tensor, layer: Layer, scaled: Tensor, threshold: float) -> RowsAbove:
+    """The same with what the exact product finds for some of the queries, by their numbers, which had nothing."""
+    if not len(queries):
+        return found
+    exact = layer.above(scaled[queries], threshold)
+    pairs = queries[exact.query], exact.row, exact.logit
+    bytes_read = found.bytes_read.clone()
+    bytes_read[queries] += exact.bytes_read
+    joined = (torch.cat([one, other]) for one, other in zip(found[:3], pairs, strict=True))
+    return RowsAbove(*joined, bytes_read, found.exact)
 
 
 def _check_rows(rows: Tensor | Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -47,6 +47,7 @@ class CascadeCalibration(NamedTuple):
     most: float = math.inf  # survivors of the preview: above this
     flat: float = math.inf  # log Z less the k-th logit: above this
     envelope: float = math.inf  # deviations that no logit is above its estimate by, for `sample`; infinite: not known
+    level: float = -math.inf  # the least threshold that it serves for in `above`; -infinity: it is for k
 
 
 class GpuCascadeCalibration(NamedTuple):
@@ -74,13 +75,14 @@ class GpuCascadeCalibration(NamedTuple):
     most: float = math.inf
     flat: float = math.inf
     envelope: float = math.inf
+    level: float = -math.inf
 
 
 Fit = CascadeCalibration | GpuCascadeCalibration
 AnyFit = TypeVar("AnyFit", CascadeCalibration, GpuCascadeCalibration)
 
-_NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope")  # not in files of version 0.1
-_LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf}  # others are 0 at least
+_NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope", "level")  # not in files of version 0.1
+_LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf, "level": -math.inf}  # others are 0 at least
 _WHOLE = ("k", "queries", "first", "second", "batch", "tier", "capacity")
 # Files have the fields of both kinds.
 _OF_CPU: dict[str, Any] = {"tier": -1, "capacity": 0}
@@ -90,6 +92,8 @@ _OF_GPU: dict[str, Any] = {"second": 0, "limit": 0.0}
 def to_file(fit: Fit) -> dict[str, Any]:
     """The fields that a file has for a calibration."""
     fields = fit._asdict()
+    if math.isinf(fit.level):
+        del fields["level"]
     return fields | (_OF_CPU if "limit" in fields else _OF_GPU | {"second": fields["first"]})
 
 

@@ -21,7 +21,7 @@ from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
 from softsieve.heads.cascade.engine import Cascade
 from softsieve.heads.cascade.fit import Fallback, GpuCascadeCalibration, widened
-from softsieve.heads.engine import Answer, Estimated, Layer, Promise
+from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
 
 if TYPE_CHECKING:
     from softsieve.kernels import cascade_triton as kernels
@@ -104,12 +104,13 @@ class GpuCascade(Cascade):
         fields, logits = self.replay(queries, fit, scale=1.0, dense=torch.float32)
         return Estimated(logits, [], fields.bytes_read.sum(), (fields.state != 0).sum())
 
-    def ends(self, queries: Tensor, fit: GpuCascadeCalibration) -> tuple[Tensor, Tensor]:
+    def ends(self, queries: Tensor, fit: GpuCascadeCalibration) -> Ends:
         plan = self.plan(widened(fit)._replace(capacity=self._kernels.CAPACITY), math.inf, upper=True)
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=torch.float32, device=queries.device)
         parts = zip(torch.split(queries.float().contiguous(), BATCH), torch.split(logits, BATCH), strict=True)
-        states = [self._kernels.fields(*self._ask(plan, x, 1.0, self._zeros(), out)).state for x, out in parts]
-        return logits, torch.cat(states) == Fallback.NONE
+        answers = [self._kernels.fields(*self._ask(plan, x, 1.0, self._zeros(), out)) for x, out in parts]
+        states, read = (torch.cat([getattr(one, name) for one in answers]) for name in ("state", "bytes_read"))
+        return Ends(logits, states == Fallback.NONE, read)
 
     def replay(
         self, x: Tensor, fit: GpuCascadeCalibration, *, scale: float, dense: torch.dtype | None = None
