@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-MODULES = ["softsieve", "softsieve.losses", "softsieve.training", "softsieve.reference", "as_sm"]
+MODULES = ["softsieve", "softsieve.losses", "softsieve.layers", "softsieve.training", "softsieve.reference", "as_sm"]
 EXTRAS = {"accelerate", "entmax", "lightning", "rich", "safetensors", "transformers", "triton", "typer"}
 NAMES = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
 
@@ -33,7 +33,10 @@ def test_the_fixed_names_are_there() -> None:
         "ASSpeed",
         "ASStats",
         "DeltaSchedule",
+        "HeadAdamW",
+        "HeadSGD",
         "LinearASMultiLabelLoss",
+        "SieveLinear",
         "SolvedSampler",
         "as_cross_entropy",
         "as_keep_mask",

@@ -228,6 +228,12 @@ def _same_device(name: str, value: Tensor, like: Tensor, what: str = "the weight
         raise ValueError(f"{name}: expected device {like.device}, where {what}, found {value.device}")
 
 
+def states(value: Tensor) -> torch.dtype:
+    """The dtype of hidden states, refused unless they are a non-empty floating-point tensor (..., d)."""
+    _floats("hidden", value, "(..., d)")
+    return value.dtype
+
+
 def linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuse what does not make logits: states (..., d), a weight (classes, d) like them, and a bias (classes,)."""
     _floats("hidden", hidden, "(..., d)")

@@ -29,7 +29,7 @@ from torch import Tensor
 import as_sm
 import softsieve
 import softsieve.reference
-from softsieve import AdaptiveSoftmax, ASSpeed, DeltaSchedule, SolvedSampler
+from softsieve import AdaptiveSoftmax, ASSpeed, DeltaSchedule, HeadAdamW, HeadSGD, SieveLinear, SolvedSampler
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from softsieve.losses import make_objective
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
@@ -298,6 +298,24 @@ def _module(make: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., A
     return call
 
 
+def _own(optimizer: Any) -> Any:
+    """True stands for an optimizer."""
+    return HeadSGD(0.1) if optimizer is True else optimizer
+
+
+def _backward(found: Any) -> Any:
+    """A loss, alone or with statistics, whose backward pass went through."""
+    loss = found[0] if isinstance(found, tuple) else found
+    loss.sum().backward()
+    return found
+
+
+def _served(queries: Any, **args: Any) -> SieveLinear:
+    layer = SieveLinear(D, N)
+    layer.serve(queries, delta=0.3, **args)
+    return layer
+
+
 @cache
 def _content(method: str) -> bytes:
     """The file of a calibrated head."""
@@ -436,6 +454,61 @@ ENTRIES: dict[str, Entry] = {
             **LABELS,
         },
         also=("weight",),
+    ),
+    "SieveLinear": Entry(
+        lambda hidden, target, in_features=D, num_classes=N, bias=True, optimizer=True, **args: _backward(
+            SieveLinear(in_features, num_classes, bias, optimizer=_own(optimizer)).loss(hidden, target, **args)
+        ),
+        lambda: {"hidden": _made(ROWS, D), "target": torch.arange(ROWS)},
+        {
+            "hidden": "factor",
+            "target": "tensor",
+            **LOSS,
+            "backend": "choice",
+            "return_stats": "flag",
+            "in_features": "size",
+            "num_classes": "size",
+            "bias": "flag",
+            "optimizer": "words",
+        },
+        also=("labels", "weight"),
+    ),
+    "SieveLinear, labels": Entry(
+        lambda hidden, labels, **args: _backward(
+            SieveLinear(D, N, optimizer=HeadAdamW(0.1)).loss(hidden, labels, **args)
+        ),
+        lambda: {"hidden": _made(ROWS, D), "labels": torch.arange(2 * ROWS).view(ROWS, 2)},
+        {"hidden": "factor", "labels": "tensor", **LOSS, "backend": "choice", "return_stats": "flag"},
+        also=("target", "weight"),
+    ),
+    "SieveLinear, serving": Entry(
+        lambda queries, x, k_asked, **args: _served(queries, **args).topk(x, k_asked),
+        lambda: {"queries": _made(60, D), "x": _made(2, D), "k_asked": 1},
+        {
+            "queries": "tensor",
+            "x": "tensor",
+            "k_asked": "whole",
+            "k": "ks",
+            "method": "choice",
+            "generator": "generator",
+        },
+        also=("k", "calibrate"),
+        raises=(RuntimeError,),
+    ),
+    "HeadSGD": Entry(
+        HeadSGD,
+        lambda: {"lr": 0.1},
+        {**dict.fromkeys(("lr", "momentum", "weight_decay"), "number"), "stochastic": "flag", "seed": "whole"},
+    ),
+    "HeadAdamW": Entry(
+        HeadAdamW,
+        dict,
+        {
+            **dict.fromkeys(("lr", "eps", "weight_decay"), "number"),
+            "betas": "ks",
+            "stochastic": "flag",
+            "seed": "whole",
+        },
     ),
     "DeltaSchedule": Entry(
         lambda step, **args: DeltaSchedule(**args)(step),
@@ -653,6 +726,8 @@ ENTRIES: dict[str, Entry] = {
             ),
             "skip_margin": "number",
             "many_classes": "whole",
+            **dict.fromkeys(("head_step", "head_dtype"), "choice"),
+            "head_rate": "number",
             **dict.fromkeys(("loss", "delta_shape", "skip", "precision"), "choice"),
             **dict.fromkeys(("merge", "graphs"), "flag"),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from softsieve.tasks.models import Classifier
 from softsieve.tasks.rows import LabelRows
 from softsieve.tasks.task import Task
 from softsieve.training import replica as module
-from softsieve.training.run import Run, Splits, train
+from softsieve.training.run import Run, Splits, load_model, train
 from softsieve.training.settings import Settings
 
 COLOURS = ("red", "green", "blue", "white")
@@ -110,3 +111,93 @@ def test_a_row_without_labels_is_refused() -> None:
 def test_bad_numbers_of_classes_are_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="many_classes"):
         Settings(many_classes=value)
+
+
+# -- the step of the head in its backward pass -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "multilabel"])
+def test_stepping_in_backward_is_the_same_training(kind: str) -> None:
+    options: dict[str, Any] = {"many_classes": 4, "max_grad_norm": 0.0}
+    plain, *_ = run(kind, **options)
+    stepped, *_ = run(kind, **options, head_step="adamw")
+    assert stepped.test == pytest.approx(plain.test, abs=1e-3)
+    for ours, theirs in zip(stepped.result.log, plain.result.log, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    for (name, ours), theirs in zip(stepped.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", ["sgd", "adamw"])
+def test_a_head_that_steps_learns(step: str, dtype: str) -> None:
+    rate = 100.0 if step == "sgd" else 1.0
+    options: dict[str, Any] = {"many_classes": 4, "epochs": 8, "learning_rate": 0.01}
+    found, splits = run("multilabel", **options, head_step=step, head_dtype=dtype, head_rate=rate)
+    assert found.test["micro_f1"] > 0.95
+    assert splits.test is not None
+    assert found.model(**splits.test.inputs).dtype == torch.float32  # a model as any other
+
+
+def test_the_head_has_no_gradient_and_no_place_in_the_optimizer() -> None:
+    first = examples("text", 40, 0)
+    task = Task.build(Data("colours", "text", first, None, None))
+    settings = Settings(many_classes=4, head_step="sgd", head_rate=2.0, learning_rate=0.5)
+    objective = settings.objective(multilabel=False)
+    replica = module.Replica(task.model(objective), objective, settings)
+    assert replica.head is not None
+    inside = {p for group in replica.optimizer.param_groups for p in group["params"]}
+    assert not inside & set(replica.head.parameters())
+    assert len(inside) == len(list(replica.model.parameters())) - 2
+    rows = task.rows(first)
+    before = replica.head.weight.detach().clone()
+    replica.set_learning_rate(0.25)
+    replica.row_losses(rows.batch(torch.arange(8)))[1].loss.mean().backward()  # type: ignore[no-untyped-call]
+    assert replica.head.weight.grad is None
+    assert not torch.equal(replica.head.weight, before)
+    assert replica.head.optimizer.lr == 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("step", ["sgd", "adamw"])
+def test_a_head_that_steps_resumes_to_the_last_bit(step: str, dtype: str | None, tmp_path: Path) -> None:
+    first, second = (examples("multilabel", rows, seed) for seed, rows in enumerate((60, 20)))
+    task = Task.build(Data("colours", "multilabel", first, second, None))
+    splits = Splits(task.rows(first), task.rows(second), None)
+    settings = Settings(
+        many_classes=4, head_step=step, head_dtype=dtype, epochs=3, batch_size=8, learning_rate=3e-3, save_steps=10,
+        metric="micro_f1",
+    )  # fmt: skip
+    whole = train(task, splits, settings, output=tmp_path / "run")
+    again = train(task, splits, settings, output=tmp_path / "other", resume=tmp_path / "run" / "checkpoint-20")
+    assert again.result.steps == whole.result.steps == 24
+    for ours, theirs in zip(again.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    _, model = load_model(tmp_path / "run")
+    for ours, theirs in zip(model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_where_a_head_cannot_step() -> None:
+    with pytest.raises(InputError, match="head_step: expected a linear head of so many classes"):
+        run("multilabel", head_step="sgd")
+    with pytest.raises(InputError, match="head_step: expected a linear head"):
+        run("multilabel", head_step="sgd", many_classes=4, loss="bce")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"head_step": "adam"}, "head_step: expected one of 'sgd', 'adamw', found 'adam'"),
+        ({"head_step": "sgd", "head_dtype": "float16"}, "head_dtype: expected one of"),
+        ({"head_step": "sgd", "head_rate": 0}, "head_rate: expected a finite number above 0"),
+        ({"head_rate": 2.0}, "head_rate: expected with head_step alone"),
+        ({"head_dtype": "bfloat16"}, "head_dtype: expected with head_step alone"),
+        ({"head_step": "sgd", "precision": "fp16"}, "head_step: .* fp16"),
+        ({"head_step": "sgd", "graphs": True}, "head_step: .* graphs"),
+        ({"head_step": "sgd", "speed_steps": 2, "merge": False}, "head_step: .* merge"),
+    ],
+)
+def test_settings_that_do_not_go_together(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**wrong)

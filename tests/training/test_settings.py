@@ -127,6 +127,9 @@ def test_round_trip_through_json() -> None:
         "skip_margin",
         "skip_after",
         "many_classes",
+        "head_step",
+        "head_dtype",
+        "head_rate",
     }  # said where they are given, so that others read as they did
     assert not newer & settings.asdict().keys()
     assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}

@@ -90,6 +90,12 @@ class Options:
     max_grad_norm: float = _training("gradients are clipped to this norm, 0 for never; 1", 1.0)
     fp16: bool = _training("mixed precision on a GPU; without one, float32 and a word about it", False)
     bf16: bool = _training("mixed precision", False)
+    head_step: str | None = _training(
+        "sgd or adamw: from 32,768 classes on, step the last layer inside the backward pass, without a gradient of the "
+        "size of its weight; it takes no part in --max-grad-norm"
+    )
+    head_dtype: str | None = _training("of the weight of that layer: float32 (this if not given) or bfloat16")
+    head_rate: float | None = _training("its learning rate, as a multiple of the others'; 1, and more suits sgd")
     graphs: bool = _training("replay steps as CUDA graphs, which small models gain from", False)
     seed: int = _training("of weights, order and dropout; 42", 42)
 
@@ -265,7 +271,7 @@ def make_settings(
     save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
     same = ("loss", "weight_decay", "warmup_ratio", "max_grad_norm", "save_total_limit", "greater_is_better")
     return Settings(
-        **{name: getattr(options, name) for name in (*same, "graphs", "seed")},
+        **{name: getattr(options, name) for name in (*same, "graphs", "seed", "head_step", "head_dtype", "head_rate")},
         epochs=int(epochs),
         batch_size=batch_size,
         eval_batch_size=either(options.per_device_eval_batch_size, "eval_batch_size"),

@@ -26,13 +26,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from softsieve.kernels import linear_torch
+from softsieve.kernels import linear_step, linear_torch
 from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
-from softsieve.kernels.linear_types import Backend, Chunk, Layer, Options, Saved, Scan, Settled, Targets
+from softsieve.kernels.linear_types import (
+    Backend,
+    Chunk,
+    Entries,
+    Layer,
+    Options,
+    Saved,
+    Scan,
+    Settled,
+    Stepper,
+    Targets,
+)
 
 BUFFER = 67 << 20  # bytes of logits at a time, forward
-WORK = 116 << 20  # bytes that backward works with, the buffer of logits included
+WORK = linear_step.WORK
 ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gradient
 TRITON = "triton"
 
@@ -119,12 +130,16 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: S
 
 
 def backward(
-    factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
+    factor: Tensor, layer: Layer, target: Tensor, saved: Saved, options: Options, wanted: list[bool],
+    stepper: Stepper | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted.
+
+    With a ``stepper`` those of weight and bias go there, some classes at a time.
+    """
     backend, shards = load_backend(options.backend), Shards(options.group, len(layer.weight), target.device)
     label = shards.own_labels(target)
-    to_hidden, to_weight, to_bias = grads = empty_gradients(layer[:3], wanted)
+    to_hidden, *_ = grads = empty_gradients(layer[:3], wanted)
     entries = backend.make_entries(layer, label, factor, saved)
     unlisted, count = saved.counts.tolist()
     if shards.group is not None:  # a row may be solved here and not elsewhere
@@ -132,17 +147,34 @@ def backward(
     if to_hidden is not None:
         backend.combine(entries, saved.listed, layer.weight, to_hidden)
     rows = (~saved.listed).nonzero_static(size=unlisted).squeeze(1)
-    add_rows(layer, rows, grads, lambda chunk, block: backend.differentiate(chunk, block, label, factor, saved))
-    backend.spread(entries, count, layer.hidden, to_weight, to_bias)
+    pass_on(
+        layer, rows, grads, lambda chunk, block: backend.differentiate(chunk, block, label, factor, saved),
+        entries, count, backend, stepper,
+    )  # fmt: skip
     if to_hidden is not None and shards.group is not None:
         dist.all_reduce(to_hidden, group=shards.group)
     to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)
     return to_hidden, to_weight, to_bias
 
 
-def add_rows(
-    layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Callable[[Chunk, Tensor], None]
-) -> None:
+Differentiate = Callable[[Chunk, Tensor], None]
+
+
+def pass_on(
+    layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Differentiate,
+    entries: Entries, count: int, backend: Backend, stepper: Stepper | None,
+) -> None:  # fmt: skip
+    """Gradients of rows that are not listed, and of ``count`` entries to weight and bias or to their ``stepper``."""
+    to_hidden, to_weight, to_bias = grads
+    ordered = entries.in_order(count)
+    if stepper is not None:
+        linear_step.step(layer, rows, to_hidden, differentiate, ordered, backend, stepper)
+        return
+    add_rows(layer, rows, grads, differentiate)
+    backend.spread(ordered, layer.hidden, to_weight, to_bias)
+
+
+def add_rows(layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Differentiate) -> None:
     """Write the gradient of the hidden states of these rows, and, as the first to do so, those of weight and bias.
 
     ``differentiate`` puts the gradient in the place of the products of a chunk of these rows.
@@ -160,7 +192,11 @@ def add_rows(
         )
         for chunk in part.chunks(WORK - part.hidden.nbytes - sums.nbytes):
             differentiate(chunk, block)
-            add_products(chunk.products, part, chunk.start, sums, to_weight, to_bias, first=number == 0)
+            classes = slice(chunk.start, chunk.start + chunk.products.shape[1])
+            chunk_grads = (None if grad is None else grad[classes] for grad in (to_weight, to_bias))
+            linear_step.add_products(
+                chunk.products, part.hidden, layer.weight[classes], sums, *chunk_grads, first=number == 0
+            )
         if to_hidden is not None:
             to_hidden[block] = sums.to(to_hidden.dtype)
         del part, sums, chunk  # before there are those of the next
@@ -170,29 +206,6 @@ def empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> 
     """Memory for the gradients of hidden states, weight and bias; None for those that are not wanted."""
     make = partial(torch.empty_like, memory_format=torch.contiguous_format)
     return [make(x) if x is not None and want else None for x, want in zip(values, wanted, strict=True)]
-
-
-def add_products(
-    gradient: Tensor, layer: Layer, start: int, sums: Tensor, to_weight: Tensor | None, to_bias: Tensor | None,
-    *, first: bool,
-) -> None:  # fmt: skip
-    """Add what a chunk of the logits' gradient gives; the ``first`` block of rows writes the weight's gradient."""
-    classes = slice(start, start + gradient.shape[1])
-    if to_weight is not None:
-        if first:
-            torch.mm(gradient.t(), layer.hidden, out=to_weight[classes])
-        else:
-            to_weight[classes].addmm_(gradient.t(), layer.hidden)
-    if to_bias is not None:
-        to_bias[classes] += gradient.sum(0, dtype=sums.dtype).to(to_bias.dtype)
-    if not sums.numel():
-        return
-    if gradient.dtype == sums.dtype:
-        sums.addmm_(gradient, layer.weight[classes])
-    elif gradient.is_cuda:
-        torch.addmm(sums, gradient, layer.weight[classes], out_dtype=sums.dtype, out=sums)
-    else:
-        sums += gradient @ layer.weight[classes]
 
 
 class Shards:

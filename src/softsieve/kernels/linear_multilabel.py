@@ -24,7 +24,7 @@ from torch import Tensor
 from softsieve.kernels import linear
 from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Options, SavedSides, Scan, Settled, Targets
+from softsieve.kernels.linear_types import Chunk, Entries, Layer, Options, SavedSides, Scan, Settled, Stepper, Targets
 from softsieve.kernels.multilabel_torch import settle_side
 
 
@@ -169,14 +169,18 @@ def _finish(
 
 
 def backward(
-    factor: Tensor, layer: Layer, labels: Tensor, saved: SavedSides, options: Options, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted."""
+    factor: Tensor, layer: Layer, labels: Tensor, saved: SavedSides, options: Options, wanted: list[bool],
+    stepper: Stepper | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of hidden states, weight and bias, each row's times ``factor``; empty where they are not wanted.
+
+    With a ``stepper`` those of weight and bias go there, some classes at a time.
+    """
     backend = linear.load_backend(options.backend)
     shards = linear.Shards(options.group, len(layer.weight), labels.device)
     label = _own_labels(labels, labels != options.ignore_index, shards)
     none = label.new_full((len(label),), -1)
-    to_hidden, to_weight, to_bias = grads = linear.empty_gradients(layer[:3], wanted)
+    to_hidden, *_ = grads = linear.empty_gradients(layer[:3], wanted)
     values = saved.positives * factor[:, None]
     entries = _list_entries(label, values, factor, saved, len(layer.weight))
     if to_hidden is not None:
@@ -188,8 +192,8 @@ def backward(
         backend.differentiate(chunk, block, none, factor, saved)
         _put_labels(chunk, block, label, values, options.backend)
 
-    linear.add_rows(layer, rows, grads, differentiate)
-    backend.spread(entries, int((entries.keys < entries.none).sum()), layer.hidden, to_weight, to_bias)
+    count = int((entries.keys < entries.none).sum())
+    linear.pass_on(layer, rows, grads, differentiate, entries, count, backend, stepper)
     if to_hidden is not None and shards.group is not None:
         dist.all_reduce(to_hidden, group=shards.group)
     to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, SavedSides, Scan, Settled, Targets
+from softsieve.kernels.linear_types import (
+    Chunk,
+    Entries,
+    Layer,
+    Saved,
+    SavedSides,
+    Scan,
+    Settled,
+    SortedEntries,
+    Targets,
+)
 
 LISTED = 0
 GATHERED = 1 << 22  # numbers of hidden states or weights that are gathered at a time
@@ -124,15 +134,14 @@ def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> N
     _add_sums(grad, row, entries.coefficients[row, place], weight, entries.keys[row, place])
 
 
-def spread(entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+def spread(entries: SortedEntries, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
     """Add to the gradients of weight and bias what is listed."""
-    if not count:
+    coefficients, keys, order = entries
+    if not len(keys):
         return
-    keys, order = entries.keys.flatten().sort(stable=True)
-    keys, order = keys[:count], order[:count]
-    factor = entries.coefficients.flatten()[order]
+    factor = coefficients.flatten()[order]
     if grad is not None:
-        _add_sums(grad, keys, factor, hidden, order // entries.keys.shape[1])
+        _add_sums(grad, keys, factor, hidden, order // coefficients.shape[1])
     if grad_bias is not None:
         _add_sums(grad_bias.unsqueeze(1), keys, factor, hidden.new_ones(1, 1), torch.zeros_like(order))
 

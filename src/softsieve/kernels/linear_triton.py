@@ -11,7 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Saved, SavedSides, Scan, Settled, Targets
+from softsieve.kernels.linear_types import (
+    Chunk,
+    Entries,
+    Layer,
+    Saved,
+    SavedSides,
+    Scan,
+    Settled,
+    SortedEntries,
+    Targets,
+)
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
@@ -289,7 +299,7 @@ def _combine(
 
 @triton.jit
 def _spread(
-    coefficients, keys, order, hidden, grad, grad_bias, count, size, none,
+    coefficients, keys, order, hidden, grad, grad_bias, count, size,
     ENTRIES: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the sorted entries of one class and their hidden states; add them in order to its gradients.
@@ -299,7 +309,7 @@ def _spread(
     entry = tl.program_id(0)
     j = tl.load(keys + entry)
     before = tl.load(keys + entry - 1, mask=entry > 0, other=-1)
-    if (j != before) & (j < none):
+    if j != before:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
         total = tl.zeros((BLOCK,), tl.float32)
@@ -429,14 +439,14 @@ def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> N
     )  # fmt: skip
 
 
-def spread(entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+def spread(entries: SortedEntries, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
     """Add to the gradients of weight and bias what is listed."""
-    if count:
-        keys, order = entries.keys.flatten().sort(stable=True)
+    coefficients, keys, order = entries
+    if count := len(keys):
         size = hidden.shape[1]
         block = _block(size, 512)
         _spread[(count, triton.cdiv(size, block))](
-            entries.coefficients, keys, order, hidden, hidden if grad is None else grad,
-            hidden if grad_bias is None else grad_bias, count, size, entries.none, ENTRIES=entries.keys.shape[1],
+            coefficients, keys, order, hidden, hidden if grad is None else grad,
+            hidden if grad_bias is None else grad_bias, count, size, ENTRIES=coefficients.shape[1],
             WEIGHTED=grad is not None, BIASED=grad_bias is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip

@@ -62,12 +62,16 @@ class Layer(NamedTuple):
     def select(self, rows: Tensor) -> Layer:
         return self._replace(hidden=self.hidden[rows])
 
-    def chunks(self, budget: int) -> Iterator[Chunk]:
-        """The products, some classes at a time, all in one buffer of about ``budget`` bytes."""
+    def chunks(self, budget: int, beside: int = 0) -> Iterator[Chunk]:
+        """The products, some classes at a time, all in one buffer of about ``budget`` bytes.
+
+        These are also for ``beside`` bytes a class that the caller holds while it has a chunk.
+        """
         rows, classes = len(self.hidden), len(self.weight)
         if self.hidden.is_cpu:
             budget = min(budget, ON_CPU)
-        step = min(classes, _step(rows, budget // (rows * self.weight.element_size()), self.hidden.device))
+        each = rows * self.weight.element_size() + beside
+        step = min(classes, _step(rows, budget // each, self.hidden.device))
         buffer = self.hidden.new_empty(rows * step)
         for start in range(0, classes, step):
             part = self.weight[start : start + step]
@@ -144,6 +148,35 @@ class Entries(NamedTuple):
     keys: Tensor  # (rows, so many): classes, or ``none``
     none: int
 
+    def in_order(self, count: int) -> SortedEntries:
+        """The ``count`` entries that there are, class by class."""
+        keys, order = self.keys.flatten().sort(stable=True)
+        return SortedEntries(self.coefficients, keys[:count], order[:count])
+
+
+class SortedEntries(NamedTuple):
+    """Entries in the order of their classes, so that each class is added up by itself."""
+
+    coefficients: Tensor  # (rows, so many), as they were
+    keys: Tensor  # (entries,): the row of the gradient that each is added to
+    order: Tensor  # (entries,): where it is among the coefficients, counted row by row
+
+    def part(self, begin: int, end: int, keys: Tensor) -> SortedEntries:
+        """The entries from ``begin`` to ``end``, with other keys."""
+        return SortedEntries(self.coefficients, keys, self.order[begin:end])
+
+
+class Stepper(Protocol):
+    """What takes the gradient of the weight, some classes at a time, instead of a tensor of all of it."""
+
+    everywhere: bool  # whether a step changes classes without a gradient, too
+
+    def begin(self) -> None:
+        """Called once, before the gradients of a step."""
+
+    def step(self, layer: Layer, classes: slice | Tensor, grad: Tensor, grad_bias: Tensor | None) -> None:
+        """Change weight and bias of these classes by their gradients; each class is there at most once in a step."""
+
 
 class Backend(Protocol):
     """What is done with logits while they are there. Labels count from the first class of this shard."""
@@ -178,7 +211,5 @@ class Backend(Protocol):
     def combine(self, entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> None:
         """Write the gradient of the hidden states of listed rows; what others have is undefined until it is written."""
 
-    def spread(
-        self, entries: Entries, count: int, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None
-    ) -> None:
-        """Add the ``count`` entries to the gradients of weight and bias, one class after the other: no atomics."""
+    def spread(self, entries: SortedEntries, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
+        """Add the entries to the gradients of weight and bias, one class after the other: no atomics."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from softsieve import _checks, reference
 from softsieve.kernels import linear as kernel
+from softsieve.kernels import stepped
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.cross_entropy_torch import check_labels
-from softsieve.kernels.linear_types import Options, Targets
+from softsieve.kernels.linear_types import Options, Stepper, Targets
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
@@ -145,6 +146,25 @@ def linear_as_cross_entropy(
 
     Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
     """
+    return compute(
+        hidden, weight, target, bias=bias, delta=delta, ignore_index=ignore_index, reduction=reduction,
+        class_weight=class_weight, row_weight=row_weight, softcap=softcap, backend=backend, group=group,
+        return_stats=return_stats,
+    )  # fmt: skip
+
+
+def compute(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, delta: float | Tensor, ignore_index: int,
+    reduction: str, class_weight: Tensor | None, row_weight: Tensor | None, softcap: float | None, backend: str,
+    group: Any, return_stats: bool, stepper: Stepper | None = None,
+) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
+    """`linear_as_cross_entropy`, whose backward pass gives the gradient of the weight to a ``stepper``, if any.
+
+    That stands for a layer which computes in the dtype of its weight, also under autocast.
+    """
+    dtype = _checks.states(hidden)
+    if stepper is not None:
+        hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
     _checks.target(target, hidden, name="hidden states")
     check_options(ignore_index, reduction, backend)
@@ -157,12 +177,14 @@ def linear_as_cross_entropy(
     name = "" if group is None else group.group_name
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
 
-    dtype, kind = hidden.dtype, hidden.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
+    kind = hidden.device.type
+    casts = stepper is None and torch.is_autocast_enabled(kind)
+    if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
-    loss, stats = _compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
-    if not torch.is_autocast_enabled(kind):
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    loss, stats = _compute(rows, weight, bias, targets, options, return_stats, stepper)
+    if not casts:
         loss = loss.to(dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
@@ -170,11 +192,15 @@ def linear_as_cross_entropy(
 
 
 def _compute(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
-) -> tuple[Tensor, LinearASStats | None]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool,
+    stepper: Stepper | None,
+) -> tuple[Tensor, LinearASStats | None]:  # fmt: skip
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
-        loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+        if stepper is None:
+            loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+        else:
+            loss, saved = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
         if not return_stats:
             return loss, None
         dense = (saved.threshold == -math.inf) & (saved.kept > 0)

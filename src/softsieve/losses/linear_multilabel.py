@@ -9,7 +9,8 @@ from torch import Tensor
 
 from softsieve import _checks, reference
 from softsieve.kernels import linear_multilabel as kernel
-from softsieve.kernels.linear_types import Options, Targets
+from softsieve.kernels import stepped
+from softsieve.kernels.linear_types import Options, Stepper, Targets
 from softsieve.losses.linear import check_options, choose_backend
 from softsieve.losses.multilabel import RULES, MultiLabelStats
 
@@ -97,6 +98,20 @@ def linear_as_multilabel_loss(
 
     Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175, whose loss it is with the threshold as the target.
     """
+    return compute(
+        hidden, weight, labels, bias=bias, delta=delta, against=against, ignore_index=ignore_index,
+        reduction=reduction, backend=backend, group=group, return_stats=return_stats,
+    )  # fmt: skip
+
+
+def compute(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, delta: float | Tensor, against: str,
+    ignore_index: int, reduction: str, backend: str, group: Any, return_stats: bool, stepper: Stepper | None = None,
+) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
+    """`linear_as_multilabel_loss`, with a ``stepper`` as `losses.linear.compute` has."""
+    dtype = _checks.states(hidden)
+    if stepper is not None:
+        hidden = hidden.to(weight.dtype)
     _checks.linear_layer(hidden, weight, bias)
     _checks.class_numbers(labels, hidden)
     check_rule(against)
@@ -106,12 +121,14 @@ def linear_as_multilabel_loss(
     name = "" if group is None else group.group_name
     options = Options(ignore_index, 0.0, reduction, choose_backend(backend, hidden, group), name)
 
-    dtype, kind = hidden.dtype, hidden.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which torch's own leaves alone
+    kind = hidden.device.type
+    casts = stepper is None and torch.is_autocast_enabled(kind)
+    if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     targets = Targets(labels.reshape(-1, labels.shape[-1]).long(), margins)
-    loss, stats = _compute(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets, options, return_stats)
-    if not torch.is_autocast_enabled(kind):
+    states = hidden.reshape(-1, hidden.shape[-1])
+    loss, stats = _compute(states, weight, bias, targets, options, return_stats, stepper)
+    if not casts:
         loss = loss.to(dtype)
     if reduction == "none":
         loss = loss.view(rows.shape)
@@ -119,11 +136,15 @@ def linear_as_multilabel_loss(
 
 
 def _compute(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool
-) -> tuple[Tensor, MultiLabelStats | None]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool,
+    stepper: Stepper | None,
+) -> tuple[Tensor, MultiLabelStats | None]:  # fmt: skip
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
-        loss, kept, margin = kernel.linear_as_multilabel_loss(hidden, weight, bias, targets, options)
+        if stepper is None:
+            loss, kept, margin = kernel.linear_as_multilabel_loss(hidden, weight, bias, targets, options)
+        else:
+            loss, kept, margin = stepped.linear_as_multilabel_loss(hidden, weight, bias, targets, options, stepper)
         return loss, MultiLabelStats(kept == 0, kept, margin) if return_stats else None
     kernel.check_class_numbers(targets.label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": targets.delta, "ignore_index": options.ignore_index}

@@ -26,7 +26,7 @@ from softsieve.extras import missing
 from softsieve.kernels.cross_entropy_torch import check_labels, sum_rows
 from softsieve.losses.cross_entropy import as_cross_entropy
 from softsieve.losses.linear import linear_as_cross_entropy
-from softsieve.losses.linear_multilabel import linear_as_multilabel_loss
+from softsieve.losses.linear_multilabel import check_rule, linear_as_multilabel_loss
 from softsieve.losses.multilabel import RULES, as_multilabel_loss, positives
 
 TINY = 1e-12  # powers of less have no slope
@@ -74,6 +74,14 @@ class Objective(ABC):
         raise NotImplementedError(f"{type(self).__name__} needs the logits")
 
 
+def _layer_loss(loss: Callable[..., Any], hidden: Tensor, head: nn.Linear, target: Tensor, **options: Any) -> Any:
+    """The loss of ``head(hidden)``; a head with a ``loss`` of its own, as `SieveLinear` has, is asked for that."""
+    own = getattr(head, "loss", None)
+    if own is not None:
+        return own(hidden, target, **options)
+    return loss(hidden, head.weight, target, bias=head.bias, **options)
+
+
 @dataclass(kw_only=True)
 class SingleLabel(Objective):
     """One label a row, some of which may be ignored."""
@@ -118,7 +126,7 @@ class Softmax(Rival):
 
     def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "reduction": self.reduction}
-        return Outcome(linear_as_cross_entropy(hidden, head.weight, target, bias=head.bias, delta=1.0, **options))
+        return Outcome(_layer_loss(linear_as_cross_entropy, hidden, head, target, delta=1.0, **options))
 
 
 @dataclass(kw_only=True)
@@ -248,8 +256,8 @@ class ASSoftmax(SingleLabel):
         return Outcome(loss, stats.solved, stats.margin)
 
     def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
-        loss, stats = linear_as_cross_entropy(
-            hidden, head.weight, target, bias=head.bias, delta=self.delta, ignore_index=self.ignore_index,
+        loss, stats = _layer_loss(
+            linear_as_cross_entropy, hidden, head, target, delta=self.delta, ignore_index=self.ignore_index,
             reduction=self.reduction, return_stats=True,
         )  # fmt: skip
         return Outcome(loss, stats.solved, stats.margin)
@@ -267,8 +275,8 @@ class MultiLabelSoftmax(Objective):
         return Outcome(as_multilabel_loss(logits, target, delta=1.0, reduction=self.reduction))
 
     def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
-        options: dict[str, Any] = {"bias": head.bias, "delta": 1.0, "reduction": self.reduction}
-        return Outcome(linear_as_multilabel_loss(hidden, head.weight, target, **options))
+        options: dict[str, Any] = {"delta": 1.0, "reduction": self.reduction}
+        return Outcome(_layer_loss(linear_as_multilabel_loss, hidden, head, target, **options))
 
 
 @dataclass(kw_only=True)
@@ -289,10 +297,9 @@ class MultiLabelASSoftmax(Objective):
         _checks.choice("against", self.against, RULES)
 
     def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
-        loss, stats = linear_as_multilabel_loss(
-            hidden, head.weight, target, bias=head.bias, delta=self.delta, against=self.against,
-            reduction=self.reduction, return_stats=True,
-        )  # fmt: skip
+        check_rule(self.against)
+        options: dict[str, Any] = {"delta": self.delta, "reduction": self.reduction, "return_stats": True}
+        loss, stats = _layer_loss(linear_as_multilabel_loss, hidden, head, target, **options)
         return Outcome(loss, stats.solved, stats.margin)
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:

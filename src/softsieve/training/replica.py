@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
 
 from softsieve.errors import InputError
+from softsieve.layers.linear import SieveLinear
+from softsieve.layers.optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from softsieve.losses.objectives import Objective
 from softsieve.tasks.labels import label_flags
 from softsieve.tasks.models import Classifier
@@ -22,6 +24,7 @@ from softsieve.training.settings import Settings
 
 T = TypeVar("T")
 MANY_CLASSES = 2**15  # from which logits cost more than they help
+HEAD_STEPS_TAKEN = "head.weight/step"  # among the tensors of the optimizer
 FEW_LOGITS = 2**26  # that evaluation holds at a time: 256 MB
 
 
@@ -51,13 +54,40 @@ class Replica:
         self.sharded = "FSDP" in str(self.accelerator.distributed_type)
         # State with whole tensors, which only the main process gets of a sharded model.
         self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
-        self.objective = objective
+        self.objective, self.head_rate = objective, settings.head_rate or 1.0
         self.head = None if self.sharded else _fused_head(model, objective, settings)
+        stepping = self._check_head_step(settings)
         self.model, self.optimizer = self.accelerator.prepare(model, self._make_optimizer(model, settings))
+        if stepping and self.head is not None:  # where its weight is by now
+            self.head = SieveLinear.from_linear(self.head, optimizer=_head_optimizer(settings))
+
+    def _check_head_step(self, settings: Settings) -> bool:
+        """Whether the head steps in its backward pass; refused where it cannot."""
+        if settings.head_step is None:
+            return False
+        if self.ranks > 1:
+            raise InputError(
+                f"head_step: expected one process, found {self.ranks}: each would step a copy of the head by its own "
+                "rows, and the copies would differ"
+            )
+        if self.head is None:
+            raise InputError(
+                "head_step: expected a linear head of so many classes (many_classes) and a loss without logits "
+                "(as-softmax or softmax), found another"
+            )
+        if settings.head_dtype == "bfloat16":
+            self.head.to(torch.bfloat16)
+        return True
+
+    @property
+    def _head_optimizer(self) -> HeadOptimizer | None:
+        """What steps the head in its backward pass, if anything does."""
+        return self.head.optimizer if isinstance(self.head, SieveLinear) else None
 
     def _make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
         """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
-        trainable = [p for p in model.parameters() if p.requires_grad]
+        apart = set() if settings.head_step is None or self.head is None else set(self.head.parameters())
+        trainable = [p for p in model.parameters() if p.requires_grad and p not in apart]
         groups = [
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
@@ -75,6 +105,8 @@ class Replica:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        if self._head_optimizer is not None:
+            self._head_optimizer.lr = rate * self.head_rate
 
     def row_losses(self, batch: Batch) -> tuple[Tensor, RowPass]:
         """The outputs of the model, and what they say of every row; a row of tokens is solved, and leads, as its worst.
@@ -120,6 +152,7 @@ class Replica:
         model: nn.Module = self.accelerator.unwrap_model(self.model)
         if self.head is not None:
             model.headless = False  # type: ignore[assignment]
+            self.head.float()  # which takes what the rest of the model makes
         return model
 
     def share(self, index: Tensor, least: int = 0) -> tuple[Tensor, Tensor]:
@@ -169,12 +202,30 @@ class Replica:
         """The optimizer's state by parameter and name, e.g. ``head.weight/exp_avg``."""
         whole: Any = states.get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
         own = whole.get("state", {}).items()
-        return {f"{name}/{key}": torch.as_tensor(value) for name, state in own for key, value in state.items()}
+        named = {f"{name}/{key}": torch.as_tensor(value) for name, state in own for key, value in state.items()}
+        return named | self._head_tensors()
+
+    def _head_tensors(self) -> dict[str, Tensor]:
+        """The state of a head that steps in its backward pass, named as that of other parameters."""
+        optimizer = self._head_optimizer
+        if optimizer is None:
+            return {}
+        states = {f"head.{name.replace('_', '/', 1)}": value for name, value in optimizer.named_buffers()}
+        return {**states, HEAD_STEPS_TAKEN: torch.tensor(optimizer.steps)}
+
+    def _load_head_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take up what `_head_tensors` returned, and return the rest."""
+        own = self._head_tensors()
+        if self._head_optimizer is not None:
+            for name, value in own.items():
+                value.copy_(tensors[name])
+            self._head_optimizer.steps = int(tensors[HEAD_STEPS_TAKEN])
+        return {name: value for name, value in tensors.items() if name not in own}
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
         whole: Any = states.get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=self._whole)
         own: dict[str, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
+        for name, value in self._load_head_tensors(tensors).items():
             parameter, _, key = name.rpartition("/")
             own.setdefault(parameter, {})[key] = value
         if whole:  # empty where the state will be broadcast to
@@ -197,6 +248,13 @@ class Replica:
         torch.set_rng_state(random["cpu"][self.rank].clone())  # it does not bear a view
         if self.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"][self.rank].clone())
+
+
+def _head_optimizer(settings: Settings) -> HeadOptimizer:
+    """As the settings name it; its learning rate follows that of all."""
+    if settings.head_step == "sgd":
+        return HeadSGD(settings.learning_rate, weight_decay=settings.weight_decay, seed=settings.seed)
+    return HeadAdamW(settings.learning_rate, weight_decay=settings.weight_decay, seed=settings.seed)
 
 
 def _fused_head(model: nn.Module, objective: Objective, settings: Settings) -> nn.Linear | None:

@@ -14,7 +14,16 @@ from softsieve.training.speed import ASSpeed
 
 SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
-NEWER = ("loss_options", "skip_margin", "skip_after", "many_classes")  # than the first version
+HEAD_STEPS, HEAD_DTYPES = ("sgd", "adamw"), ("float32", "bfloat16")
+NEWER = (
+    "loss_options",
+    "skip_margin",
+    "skip_after",
+    "many_classes",
+    "head_step",
+    "head_dtype",
+    "head_rate",
+)  # than the first version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,11 @@ class Settings:
         patience: evaluations without a better metric before training stops; 0: never.
         precision: of the matrix products.
         many_classes: classes from which a linear head and its loss, where that can, go without logits; None: 32,768.
+        head_step: ``"sgd"`` or ``"adamw"``: the step of a head that goes without logits happens in the backward pass
+            (`SieveLinear`), where no gradient of the size of its weight is ever there; None: as all parameters. Such a
+            head is not in the norm that gradients are clipped to. One process, no graphs, not fp16.
+        head_dtype: of the weight of such a head; None: ``"float32"``. ``"bfloat16"`` is rounded stochastically.
+        head_rate: learning rate of such a head, as a multiple of ``learning_rate``; None: 1. SGD needs a large one.
         graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
         seed: of weights, order and dropout.
     """
@@ -77,6 +91,9 @@ class Settings:
     patience: int = 0
     precision: str = "no"
     many_classes: int | None = None
+    head_step: str | None = None
+    head_dtype: str | None = None
+    head_rate: float | None = None
     graphs: bool = False
     seed: int = 42
 
@@ -109,6 +126,27 @@ class Settings:
             raise ValueError(f"{what}: expected the loss 'as-softmax', which knows what is solved, found {self.loss!r}")
         if self.graphs and (self.precision == "fp16" or (self.adaptive and self.delta_ratio > 0)):
             raise ValueError("graphs: expected a constant delta and a precision other than fp16")
+
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Refuse what a step in the backward pass of the head does not go with."""
+        if self.head_step is None:
+            for name in ("head_dtype", "head_rate"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: expected with head_step alone, found {getattr(self, name)!r}")
+            return
+        _checks.choice("head_step", self.head_step, HEAD_STEPS)
+        if self.head_dtype is not None:
+            _checks.choice("head_dtype", self.head_dtype, HEAD_DTYPES)
+        if self.head_rate is not None:
+            _checks.positive("head_rate", self.head_rate)
+        if self.precision == "fp16":
+            raise ValueError("head_step: expected a precision other than fp16, whose losses are scaled, found 'fp16'")
+        if self.graphs:
+            raise ValueError("head_step: expected no graphs, which cannot capture a loss without logits, found graphs")
+        if self.speed_steps > 1 and not self.merge:
+            raise ValueError("head_step: expected merge, because every backward pass is a step, found merge=False")
 
     def _check_loss_options(self) -> None:
         """Refuse what the objective does not take, and keep the rest as pairs, which can be hashed."""

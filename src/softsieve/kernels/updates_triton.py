@@ -1,0 +1,89 @@
+"""`kernels.updates` in one pass over the weight, in Triton.
+
+Runs under Triton's interpreter too. Numbers of bfloat16 are taken as the upper halves of float32's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from softsieve.kernels.updates import SGD, AdamW
+
+BLOCK = 1024
+
+
+@triton.jit
+def _load(values, at, inside, BITS: tl.constexpr):
+    """Numbers as float32; as the upper half of its bits where the memory has int16."""
+    x = tl.load(values + at, mask=inside, other=0)
+    if BITS:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(values, at, inside, x, seed, BITS: tl.constexpr):
+    """Write numbers; where the memory has int16, rounded up or down at random such that the mean is right."""
+    if BITS:
+        noise = (tl.randint(seed, at.to(tl.int32)) & 0xFFFF).to(tl.int32)
+        tl.store(values + at, ((x.to(tl.int32, bitcast=True) + noise) >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(values + at, x.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _sgd(
+    values, grads, buffers, count, lr, momentum, decay, seed,
+    MOMENTUM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Read some numbers with their gradients; write what SGD makes of them, and the buffers of momentum."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = _load(values, at, inside, BITS)
+    g = _load(grads, at, inside, False) + decay * x
+    if MOMENTUM:
+        g += momentum * _load(buffers, at, inside, False)
+        tl.store(buffers + at, g, mask=inside)
+    _store(values, at, inside, x - lr * g, seed, BITS)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _adamw(
+    values, grads, means, squares, count, lr, beta1, beta2, eps, decay, scale1, scale2, seed,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Read some numbers with their gradients and moments; write what AdamW makes of all but the gradients."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = _load(grads, at, inside, False)
+    m = _load(means, at, inside, False)
+    m += (1 - beta1) * (g - m)
+    v = beta2 * _load(squares, at, inside, False) + (1 - beta2) * g * g
+    tl.store(means + at, m, mask=inside)
+    tl.store(squares + at, v, mask=inside)
+    x = _load(values, at, inside, BITS) * (1 - lr * decay)
+    _store(values, at, inside, x - lr * scale1 * m / (tl.sqrt(v) * scale2 + eps), seed, BITS)
+
+
+def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | AdamW, seed: int | None) -> None:
+    """As `kernels.updates.update`; contiguous tensors of fewer than 2^31 numbers."""
+    count, bits = value.numel(), seed is not None
+    values = value.view(torch.int16) if bits else value
+    grid = (triton.cdiv(count, BLOCK),)
+    if isinstance(rule, SGD):
+        momentum = bool(rule.momentum)
+        _sgd[grid](
+            values, grad, states[0] if momentum else grad, count, rule.lr, rule.momentum, rule.weight_decay, seed or 0,
+            MOMENTUM=momentum, BITS=bits, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        return
+    scale1, scale2 = 1 / rule.correction1, rule.correction2**-0.5
+    _adamw[grid](
+        values, grad, *states, count, rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, scale1, scale2,
+        seed or 0, BITS=bits, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip

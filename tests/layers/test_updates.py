@@ -1,0 +1,100 @@
+"""Updates of rows: stochastic rounding is unbiased, and the Triton kernels do what torch does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from softsieve.kernels import updates
+from softsieve.kernels.updates import SGD, AdamW, add_noise, update
+
+RULES: dict[str, SGD | AdamW] = {
+    "sgd": SGD(0.1, 0.0, 0.0),
+    "momentum": SGD(0.1, 0.9, 0.01),
+    "adamw": AdamW(0.1, 0.9, 0.99, 1e-8, 0.01, 0.19, 0.02),
+}
+
+
+def states_of(rule: SGD | AdamW, like: Tensor) -> list[Tensor]:
+    count = 2 if isinstance(rule, AdamW) else int(rule.momentum > 0)
+    return [torch.rand(like.shape) for _ in range(count)]
+
+
+def test_rounding_is_right_on_average() -> None:
+    torch.manual_seed(1)
+    exact = torch.randn(50) * torch.logspace(-6, 6, 50)
+    many = exact.repeat(20000, 1)
+    add_noise(many, torch.Generator().manual_seed(2))
+    assert torch.equal(many, many.bfloat16().float())
+    below = (exact.view(torch.int32) & -65536).view(torch.float32)
+    above = ((exact.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    assert ((many == below) | (many == above)).all()
+    share = ((exact - below) / (above - below)).double()
+    found = (many == above).double().mean(0)
+    assert ((found - share).abs() < 5 * (share * (1 - share) / 20000).sqrt() + 1e-9).all()
+
+
+def test_numbers_of_bfloat16_and_infinities_stay() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -3.5, math.inf, -math.inf, 2.0**-130])
+    same = values.clone()
+    add_noise(same, torch.Generator().manual_seed(0))
+    assert torch.equal(same, values)
+    nan = torch.tensor([math.nan])
+    add_noise(nan, torch.Generator().manual_seed(0))
+    assert nan.isnan()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_results_do_not_depend_on_blocks(rule: SGD | AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, grad = torch.randn(37, 5), torch.randn(37, 5)
+    states = states_of(rule, value)
+    others = [state.clone() for state in states]
+    other = value.clone()
+    update(value, grad, states, rule)
+    monkeypatch.setitem(updates.AT_ONCE, "cpu", 12)
+    update(other, grad, others, rule)
+    assert torch.equal(value, other)
+    assert all(map(torch.equal, states, others))
+
+
+def test_a_seed_decides() -> None:
+    value, grad = torch.randn(100, 7).bfloat16(), torch.randn(100, 7)
+    found = []
+    for seed in (3, 3, 4):
+        own = value.clone()
+        update(own, grad, [], RULES["sgd"], seed)
+        found.append(own)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_triton_does_what_torch_does(rule: SGD | AdamW, stochastic: bool) -> None:
+    from softsieve.kernels import updates_triton
+
+    value, grad = torch.randn(300, 7), torch.randn(300, 7)
+    if stochastic:
+        value = value.bfloat16()
+    states = [state.to(DEVICE) for state in states_of(rule, value)]
+    exact, own_states = value.double(), [state.double().cpu() for state in states]
+    update(exact, grad.double(), own_states, rule)
+    own = value.to(DEVICE).clone()
+    updates_triton.update(own, grad.to(DEVICE), states, rule, 5 if stochastic else None)
+    error = (own.cpu().double() - exact) / exact.abs()
+    for ours, theirs in zip(states, own_states, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-5, atol=1e-6)
+    if not stochastic:
+        torch.testing.assert_close(own.cpu().double(), exact, rtol=1e-5, atol=1e-6)
+        return
+    assert error.abs().max() < 2**-7
+    assert error.abs().max() > 2**-8.5  # else it is rounded to the nearest
+    spread = float(error.std()) / error.numel() ** 0.5
+    assert abs(float(error.mean())) < 5 * spread
