@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,8 @@ def write_all(folder: Path) -> None:
     write_reviews(folder / "reviews.csv")
     for part in ("train", "test"):
         write_reviews(folder / "reviews" / f"{part}.csv")
+    for part in ("train", "validation", "test"):
+        write_documents(folder / "documents" / f"{part}.jsonl")
     for name in ("text.txt", "wikitext.txt"):
         (folder / name).write_text(" ".join(random.Random(0).choices(WORDS[2:], k=5000)))
     write_language_model(folder / "SmolLM2-135M")
@@ -29,6 +32,13 @@ def write_reviews(path: Path, rows: int = 60) -> None:
     lines = [f"a {words[i % 2][i // 2 % 3]} film number {i},{'pos' if i % 2 == 0 else 'neg'}" for i in range(rows)]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(["text,label", *lines]) + "\n")
+
+
+def write_documents(path: Path, rows: int = 60) -> None:
+    labels = [[f"{i % 5}", f"{i % 3 + 5}"][: 1 + i % 2] for i in range(rows)]
+    lines = [json.dumps({"text": f"about {' and '.join(some)}", "labels": some}) for some in labels]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def write_language_model(folder: Path) -> None:
