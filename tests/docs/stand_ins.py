@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,8 @@ def write_all(folder: Path) -> None:
     write_reviews(folder / "reviews.csv")
     for part in ("train", "test"):
         write_reviews(folder / "reviews" / f"{part}.csv")
+    for part in ("train", "validation", "test"):
+        write_documents(folder / "documents" / f"{part}.jsonl")
     for name in ("text.txt", "wikitext.txt"):
         (folder / name).write_text(" ".join(random.Random(0).choices(WORDS[2:], k=5000)))
     write_items(folder / "beauty.txt.gz")
@@ -37,6 +40,13 @@ def write_items(path: Path, users: int = 300, items: int = 200) -> None:
     draw = random.Random(0)
     lines = [f"{user} {item}" for user in range(users) for item in draw.sample(range(items), 5)]
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
+
+
+def write_documents(path: Path, rows: int = 60) -> None:
+    labels = [[f"{i % 5}", f"{i % 3 + 5}"][: 1 + i % 2] for i in range(rows)]
+    lines = [json.dumps({"text": f"about {' and '.join(some)}", "labels": some}) for some in labels]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def write_language_model(folder: Path) -> None:

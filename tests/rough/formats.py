@@ -188,7 +188,8 @@ def checkpoint(folder: Path) -> Prepared:
 
 @a_format("model")
 def model(folder: Path) -> Prepared:
-    from softsieve.training.run import decide, encode, load_model, train
+    from softsieve.training.run import encode, load_model, train
+    from softsieve.training.serving import decide
     from softsieve.training.settings import Settings
 
     words = {"good": ["fine", "great"], "bad": ["poor", "awful"]}
@@ -223,7 +224,8 @@ def pretrained(folder: Path) -> Prepared:
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     from softsieve.training.checkpoint import save_tensors
-    from softsieve.training.run import decide, load_model
+    from softsieve.training.run import load_model
+    from softsieve.training.serving import decide
 
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fine", "great", "poor", "awful"]
     raw = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))

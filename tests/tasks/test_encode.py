@@ -18,6 +18,7 @@ from softsieve.tasks.encode import (
     AudioEncoder,
     ImageEncoder,
     TextEncoder,
+    built_in,
     TokensEncoder,
     hashed,
     padded,
@@ -231,3 +232,8 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
         InputError, match=r"reading sounds needs the package soundfile: pip install 'softsieve\[train\]'"
     ):
         AudioEncoder(samples=2000).encode(examples(Path("a.wav")))
+
+
+def test_many_classes_have_wider_texts() -> None:
+    few, many = (built_in("multilabel", examples("ab"), 16, classes) for classes in (1000, 1001))
+    assert [encoder.body().features for encoder in (few, many)] == [64, 256]

@@ -207,7 +207,7 @@ TEXT = {
     "labels": ["a", "b"],
     "filler": 0,
     "model": "built-in",
-    "encoder": {"max_length": 128},
+    "encoder": {"max_length": 128, "features": 64},
     "objective": {"name": "softmax", "reduction": "mean", "ignore_index": -100},
 }
 IMAGE = {"kind": "image", "encoder": {"size": 8, "mirror": 0}}

@@ -96,6 +96,10 @@ class Options:
     )
     head_dtype: str | None = _training("of the weight of that layer: float32 (this if not given) or bfloat16")
     head_rate: float | None = _training("its learning rate, as a multiple of the others'; 1, and more suits sgd")
+    head_index: bool | None = _training(
+        "save an index of the last layer with the model, by which predict answers without reading all of it; from "
+        "32,768 classes on, if there are validation rows enough to calibrate it with"
+    )
     graphs: bool = _training("replay steps as CUDA graphs, which small models gain from", False)
     seed: int = _training("of weights, order and dropout; 42", 42)
 

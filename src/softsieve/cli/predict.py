@@ -38,6 +38,7 @@ def predict(
     text_column: Annotated[str | None, typer.Option(help="column of the inputs, where its name does not tell")] = None,
     label_column: Annotated[str | None, typer.Option(help="column of labels, where its name does not tell")] = None,
     workers: Annotated[int, typer.Option(min=0, help="threads that decode images and sounds")] = 0,
+    exact: Annotated[bool, typer.Option(help="read all of the head, also where the model has an index of it")] = False,
 ) -> None:
     """Put a trained model's answers into a table, and say how good they are where the data have labels.
 
@@ -54,13 +55,13 @@ def predict(
             raise InputError(f"data: expected --data or --text, found {'neither' if data is None else 'both'}")
         from softsieve.training.run import load_model  # needs the extra train
 
-        task, net = load_model(model)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        task, net = load_model(model, index=not exact, device=device)
         task.workers = workers
         examples = _read(task, data, text or [], text_column, label_column)
         unknown = _unknown(task, examples)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         rows = task.rows(examples._replace(labels=[]) if unknown else examples).to(device)
-        decided, probability = _answers(task, net.to(device), rows)
+        decided, probability = _answers(task, net, rows)
         table = _table(task, examples, task.predictions(decided, rows), probability)
         if out is None:
             _write_csv(sys.stdout, table)
@@ -116,14 +117,12 @@ def _unknown(task: Task, examples: Examples) -> str:
 
 def _answers(task: Task, model: nn.Module, rows: Rows) -> tuple[Tensor, list[float] | None]:
     """What was decided for every row and, where that is one class, its probability by the softmax of the logits."""
-    from softsieve.training.run import decide
+    from softsieve.training.serving import decide, most_probable
 
     if task.kind in ("multilabel", "tokens"):
         return decide(task, model, rows), None
-    with torch.no_grad():
-        batches = (rows.batch(index).inputs for index in torch.split(torch.arange(len(rows)), 128))
-        best = [model(**inputs).float().softmax(-1).max(-1) for inputs in batches]
-    return torch.cat([b.indices for b in best]), torch.cat([b.values for b in best]).tolist()
+    classes, probability = most_probable(task, model, rows)
+    return classes, probability.tolist()
 
 
 # The table

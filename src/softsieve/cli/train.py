@@ -60,8 +60,9 @@ def train(options: Options) -> None:
 
 
 def _train(options: Options, console: Console) -> None:
-    from softsieve.training.run import MODEL, decide, encode
+    from softsieve.training.run import MODEL, encode
     from softsieve.training.run import train as train_task
+    from softsieve.training.serving import decide
 
     resume = _checkpoint(options)
     data, model = _read(options), options.model_name_or_path
@@ -91,6 +92,7 @@ def _train(options: Options, console: Console) -> None:
         show=show,
         console=console,
         about={"data": data.name, "model": model or "built-in"},
+        index=options.head_index,
     )
     if run.result.best or run.test:
         console.print(metrics_table({"validation": run.result.best, "test": run.test}))
@@ -105,20 +107,21 @@ def _train(options: Options, console: Console) -> None:
 
 def _judge(options: Options, console: Console) -> None:
     """Evaluate the model in the output folder."""
-    from softsieve.training.run import decide, load_model
+    from softsieve.training.run import load_model
+    from softsieve.training.serving import decide
 
-    task, model = load_model(options.output_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task, model = load_model(options.output_dir, device=device)
     task.workers = options.dataloader_num_workers
     data = _read(options, kind=task.kind)
     if data.kind != task.kind:
         raise InputError(f"{data.name}: expected {task.kind} as the model in {options.output_dir}, found {data.kind}")
     _say_data(console, data, len(task.labels))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     metrics: dict[str, dict[str, float]] = {}
     for name, examples in (("validation", data.validation), ("test", data.test)):
         if examples is not None:
             part = task.rows(examples).to(device)
-            decided = decide(task, model.to(device), part, batch_size=options.per_device_eval_batch_size or 128)
+            decided = decide(task, model, part, batch_size=options.per_device_eval_batch_size or 128)
             metrics[name] = task.metrics(*task.by_word(decided, part))
     console.print(metrics_table(metrics))
     _draw(console, options.output_dir, task, part, decided)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -194,14 +195,16 @@ class SieveLinear(nn.Linear):
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def serve(
-        self, queries: Tensor, *, k: int | Sequence[int] = 1, eps: float = 0.3, delta: float = 0.01,
-        method: str = "auto", generator: torch.Generator | None = None,
+        self, queries: Tensor, *, basis: Tensor | None = None, k: int | Sequence[int] = 1,
+        threshold: float | None = None, eps: float = 0.3, delta: float = 0.01, method: str = "auto",
+        generator: torch.Generator | None = None,
     ) -> AdaptiveSoftmax:  # fmt: skip
         """Make an index of the weight for queries like these, which `topk` and `above` then ask.
 
         Args:
             queries: hidden states, (N, in_features), what later ones will be like.
-            k: what will be asked for, as `AdaptiveSoftmax.calibrate` takes it.
+            basis: others that the index is made for, such as those of training; None: a half of the queries.
+            k, threshold: what will be asked for, as `AdaptiveSoftmax.calibrate` takes it.
             eps, delta, method: as `AdaptiveSoftmax` takes them.
             generator: of what is drawn.
 
@@ -217,9 +220,52 @@ class SieveLinear(nn.Linear):
         """
         head = AdaptiveSoftmax(self.weight, self.bias, eps=eps, delta=delta, method=method)
         if method != "exact":
-            head.calibrate(queries, k, generator=generator)
+            if basis is not None:
+                head.build(basis)
+            head.calibrate(queries, k, threshold=threshold, generator=generator)
         self._head = head
         return head
+
+    @property
+    def served(self) -> AdaptiveSoftmax | None:
+        """The head with the index of `serve`; None without, or when the layer has another weight by now."""
+        head = self._head
+        if head is None or head.index is None or head.weight.data_ptr() != self.weight.data_ptr():
+            return None
+        return head
+
+    def save_index(self, path: str | os.PathLike[str]) -> None:
+        """Write the index of `serve` to a file, without the weight, which stays with the model.
+
+        Raises:
+            RuntimeError: when there is no index.
+            InputError: when it cannot be written.
+            WeightChanged: when the layer was trained after `serve`: call `refresh`.
+        """
+        if self.served is None:
+            raise RuntimeError("save_index: expected an index, found none: call serve(queries) first")
+        self.served.save(path, weight=False)
+
+    def load_index(self, path: str | os.PathLike[str]) -> AdaptiveSoftmax:
+        """Take up an index that `save_index` wrote.
+
+        Raises:
+            InputError: when the file cannot be read, or was made for another weight.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> layer, same = SieveLinear(64, 2000), SieveLinear(64, 2000)
+            >>> same.load_state_dict(layer.state_dict())
+            <All keys matched successfully>
+            >>> _ = layer.serve(torch.randn(2000, 64))
+            >>> with TemporaryDirectory() as folder:
+            ...     layer.save_index(f"{folder}/index.safetensors")
+            ...     same.load_index(f"{folder}/index.safetensors")
+            AdaptiveSoftmax(2000 x 64, eps=0.3, delta=0.01, method='auto', guarantee='calibrated')
+        """
+        bias = None if self.bias is None else self.bias.detach()
+        self._head = AdaptiveSoftmax.load(path, weight=self.weight.detach(), bias=bias)
+        return self._head
 
     def topk(self, hidden: Tensor, k: int = 1) -> TopK:
         """The k largest softmax values of every state: by the index of `serve`, or the exact product without one.
@@ -236,9 +282,7 @@ class SieveLinear(nn.Linear):
 
     def _asked(self) -> AdaptiveSoftmax:
         """The head of `serve`, or the exact one."""
-        if self._head is not None and self._head.weight.data_ptr() != self.weight.data_ptr():
-            self._head = None  # of a weight that is no longer this layer's
-        if self._head is None:
+        if self._head is None or self._head.weight.data_ptr() != self.weight.data_ptr():
             self._head = AdaptiveSoftmax(self.weight, self.bias, method="exact")
         return self._head
 

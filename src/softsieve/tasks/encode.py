@@ -27,6 +27,8 @@ LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
 HIGHEST_RATE = 384_000  # samples a second that are believed; resampling takes memory in proportion
 MOST_IDS = 512  # hashed features of a text
+FEATURES = (64, 256)  # of a text, with few and with many classes: 64 for 4,271 labels halve the F1 of rare ones
+MANY = 1000
 LENGTH = MappingProxyType({"max_length": (4, 2**20)})  # words or tokens; room for a tokenizer's own
 
 
@@ -44,6 +46,7 @@ class Encoder(ABC):
     """How inputs become tensors, and the model body that takes them."""
 
     settings: ClassVar[Mapping[str, tuple[int, int]]]  # the fields that are kept with a model, and what they may be
+    newer: ClassVar[Mapping[str, int]] = MappingProxyType({})  # those that earlier versions did not keep: what they were
 
     @abstractmethod
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
@@ -59,14 +62,21 @@ class TextEncoder(Encoder):
     """Hashed words, pairs of words and pieces of three to five characters of the first words of a text."""
 
     max_length: int
-    settings = LENGTH
+    features: int = FEATURES[0]
+    settings = MappingProxyType({**LENGTH, "features": FEATURES})
+    newer = MappingProxyType({"features": FEATURES[0]})
+
+    @classmethod
+    def fit(cls, max_length: int, classes: int) -> TextEncoder:
+        """Wide enough to tell so many classes apart."""
+        return cls(max_length, FEATURES[1] if classes > MANY else FEATURES[0])
 
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
         ids, lengths = padded([text_ids(text, self.max_length) for text in examples.inputs])
         return Encoded({"ids": ids}, lengths, ("ids",))
 
     def body(self) -> Body:
-        return TextBody()
+        return TextBody(self.features)
 
 
 @dataclass(frozen=True)
@@ -134,16 +144,18 @@ class AudioEncoder(Encoder):
         return AudioBody()
 
 
-TEXTS: dict[str, type[TextEncoder | TokensEncoder]] = {
-    "text": TextEncoder, "multilabel": TextEncoder, "tokens": TokensEncoder,
+BUILT_IN: dict[str, type[Encoder]] = {
+    "text": TextEncoder, "multilabel": TextEncoder, "tokens": TokensEncoder, "image": ImageEncoder,
+    "audio": AudioEncoder,
 }  # fmt: skip
-BUILT_IN: dict[str, type[Encoder]] = {**TEXTS, "image": ImageEncoder, "audio": AudioEncoder}
 
 
-def built_in(kind: str, train: Examples, max_length: int) -> Encoder:
-    """The encoder of the built-in model for a kind of data."""
-    if kind in TEXTS:
-        return TEXTS[kind](max_length)
+def built_in(kind: str, train: Examples, max_length: int, classes: int) -> Encoder:
+    """The encoder of the built-in model for a kind of data with so many classes."""
+    if kind == "tokens":
+        return TokensEncoder(max_length)
+    if kind in ("text", "multilabel"):
+        return TextEncoder.fit(max_length, classes)
     return ImageEncoder.fit(train) if kind == "image" else AudioEncoder.fit(train)
 
 

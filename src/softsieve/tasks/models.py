@@ -40,11 +40,10 @@ class Classifier(nn.Module):
 class TextBody(Body):
     """Sum of the embeddings of hashed features ``ids`` (rows, n), padded with 0, which does not count."""
 
-    features = 64
-
-    def __init__(self) -> None:
+    def __init__(self, features: int = 64) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(BUCKETS, self.features, mode="sum", padding_idx=0)
+        self.features = features
+        self.table = nn.EmbeddingBag(BUCKETS, features, mode="sum", padding_idx=0)
         _shrink_embeddings(self.table)
         self.dropout = nn.Dropout(0.3)
 

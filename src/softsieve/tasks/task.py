@@ -80,13 +80,13 @@ class Task:
         low, high = LENGTH["max_length"]
         if not low <= max_length <= high:
             raise InputError(f"max_length: expected a whole number from {low} to {high}, found {max_length}")
+        labels = label_names(data)
         if model is None:
-            encoder = built_in(data.kind, data.train, max_length)
+            encoder = built_in(data.kind, data.train, max_length, len(labels))
         elif data.kind in MEDIA:
             raise InputError(f"model {model}: for {data.kind} there is only the built-in model")
         else:
             encoder = PretrainedEncoder.load(model, max_length=max_length, per_word=data.kind == "tokens")
-        labels = label_names(data)
         filler, counts = 0, None
         often = Counter(label for row in data.train.labels for label in as_list(row))
         if data.kind == "tokens":
@@ -238,6 +238,7 @@ class Task:
         if pretrained and kind in MEDIA:
             raise InputError(f"{path}: model: expected 'built-in' for {kind}, found 'pretrained'")
         encoder_type = PretrainedEncoder if pretrained else BUILT_IN[kind]
+        content["encoder"] = {**encoder_type.newer, **content["encoder"]}
         settings = {name: whole(f"encoder.{name}", *span) for name, span in encoder_type.settings.items()}
         if pretrained:
             encoder: Encoder = PretrainedEncoder.load(folder, per_word=kind == "tokens", **settings)

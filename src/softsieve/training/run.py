@@ -17,11 +17,13 @@ from softsieve._files import remove_folder, replace_file
 from softsieve._records import write_record
 from softsieve.errors import InputError
 from softsieve.extras import loaded
+from softsieve.heads import AdaptiveSoftmax
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
+from softsieve.training.serving import DELTA, INDEX, load_index, make_index, needed
 from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
@@ -50,8 +52,12 @@ class Run(NamedTuple):
 def train(
     task: Task, splits: Splits, settings: Settings, *, output: Path | None = None, resume: Path | None = None,
     show: bool = False, console: Console | None = None, about: Mapping[str, Any] | None = None,
+    index: bool | None = None,
 ) -> Run:  # fmt: skip
     """Train a fresh model of ``task`` and judge it on the test rows; with ``output``, save it there.
+
+    With an ``index`` of its head, by which `load_model` and `decide` answer without reading all of it; None: where
+    training goes without logits, and there are rows enough to calibrate it with.
 
     Beside the model and the log, ``output`` gets a record of the run, with ``about`` (names of data and model)
     among its settings, and the logits of some held-out rows: `softsieve report` makes a page of them.
@@ -71,14 +77,19 @@ def train(
             (output / name).unlink(missing_ok=True)
     result = trainer.fit(resume)
     test, decided = ({}, None) if splits.test is None else trainer.evaluate(splits.test)
-    weights = trainer.weights()
     logits = None if output is None else _collect_logits(trainer, task, splits)
+    many = trainer.replica.head is not None
+    model = trainer.replica.plain_model()
+    weights = trainer.weights()
     if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
+        head = _make_index(task, model, trainer, index) if many or index else None
 
         def fill(part: Path) -> None:
             task.save(part, objective)
             save_tensors(part / WEIGHTS, weights)
+            if head is not None:
+                head.save(part / INDEX, weight=False)
             (part / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
 
         write_folder(output / MODEL, fill)
@@ -95,7 +106,22 @@ def train(
         row = {**metrics, **{name: getattr(result, name) for name in costs}}
         _write_record(output, configuration, row, logits)
     trainer.replica.accelerator.wait_for_everyone()
-    return Run(result, test, decided, trainer.replica.plain_model())
+    return Run(result, test, decided, model)
+
+
+def _make_index(task: Task, model: nn.Module, trainer: Trainer, index: bool | None) -> AdaptiveSoftmax | None:
+    """Of the head, unless it is not wanted.
+
+    Raises:
+        InputError: when it is asked for and cannot be made.
+    """
+    head = None if index is False else make_index(task, model, trainer.train, trainer.validation)
+    if head is None and index:
+        raise InputError(
+            f"head_index: expected a linear head with one answer a row and {needed(DELTA)} validation rows or more, "
+            f"found {0 if trainer.validation is None else len(trainer.validation)} rows of {task.kind}"
+        )
+    return head
 
 
 def _collect_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
@@ -125,8 +151,14 @@ def _write_record(
         raise InputError(f"{output / RECORD}: cannot be written: {error}") from error
 
 
-def load_model(folder: Path) -> tuple[Task, nn.Module]:
-    """The task and the model of a folder that `train` wrote; an `InputError` names a file that does not fit."""
+def load_model(
+    folder: Path, *, index: bool = True, device: torch.device | str = "cpu"
+) -> tuple[Task, nn.Module]:
+    """The task and the model of a folder that `train` wrote, on a device, with the index of its head if it has one.
+
+    Raises:
+        InputError: naming a file that does not fit.
+    """
     if not (folder / WEIGHTS).exists() and (folder / MODEL / WEIGHTS).exists():
         folder = folder / MODEL
     if not folder.is_dir():
@@ -142,18 +174,10 @@ def load_model(folder: Path) -> tuple[Task, nn.Module]:
             raise InputError(f"{folder / WEIGHTS}: {name}: expected finite numbers, found NaN or infinity")
     model: nn.Module = loaded(task.empty_model, complaint)
     model.load_state_dict(weights)
+    model.to(device)
+    if index and (folder / INDEX).exists():
+        load_index(folder / INDEX, model)
     return task, model.eval()
-
-
-def decide(task: Task, model: nn.Module, rows: Rows, *, batch_size: int = 128) -> Tensor:
-    """A model's answers for rows, in their order."""
-    width = rows.target.shape[1] if task.kind == "tokens" else 0
-    parts = []
-    with torch.no_grad():
-        for index in torch.split(torch.arange(len(rows)), batch_size):
-            part = task.decide(model(**rows.batch(index).inputs))
-            parts.append(nn.functional.pad(part, (0, width - part.shape[1])) if width else part)
-    return torch.cat(parts)
 
 
 def encode(task: Task, train: Examples, validation: Examples | None, test: Examples | None) -> Splits:

@@ -1,0 +1,124 @@
+"""A trained model served by the head it was trained with: an index beside the model, and answers by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from softsieve.heads import AdaptiveSoftmax
+from softsieve.heads.cascade.calibration import needed
+from softsieve.layers.linear import SieveLinear
+from softsieve.tasks.encode import padded
+from softsieve.tasks.labels import RANKED, TOP
+from softsieve.tasks.models import Classifier
+from softsieve.tasks.rows import Rows
+from softsieve.tasks.task import Task
+from softsieve.training.replica import FEW_LOGITS
+
+INDEX = "head.safetensors"  # in the folder of a model
+DELTA = 0.01  # chance that an answer of the index is not the exact one
+SAMPLE = 4096  # rows that an index is made of, and as many that it is calibrated with, at most
+BATCH = 128  # rows that go through the model at a time
+BEST = TOP[-1]  # classes that every row is given, in order, whether they are labels or not
+
+
+def served(model: nn.Module) -> SieveLinear | None:
+    """The head of a model that has an index."""
+    head = model.head if isinstance(model, Classifier) else None
+    return head if isinstance(head, SieveLinear) and head.served is not None else None
+
+
+def make_index(task: Task, model: nn.Module, train: Rows, validation: Rows | None) -> AdaptiveSoftmax | None:
+    """Give the head of a trained model an index for states like those of these rows; None where it cannot have one.
+
+    Its basis comes from training rows, its promise from validation rows, which the model has not seen.
+    """
+    rows = 0 if validation is None else len(validation)
+    plain = isinstance(model, Classifier) and isinstance(model.head, nn.Linear) and task.kind != "tokens"
+    if not plain or validation is None or rows < needed(DELTA):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    basis, sample = (states(model, part, _draw(len(part), generator)) for part in (train, validation))
+    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type, assignment]
+    return model.head.serve(
+        sample, basis=basis, k=BEST, threshold=0.0 if task.multilabel else None, delta=DELTA, generator=generator
+    )
+
+
+def _draw(rows: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(rows, generator=generator)[:SAMPLE]
+
+
+@torch.no_grad()
+def states(model: nn.Module, rows: Rows, index: Tensor) -> Tensor:
+    """What the head of a model is given for the rows ``index``, (len(index), features)."""
+    model.eval()
+    return torch.cat([model.body(**rows.batch(some).inputs).float() for some in torch.split(index, BATCH)])  # type: ignore[operator]
+
+
+def load_index(path: Path, model: nn.Module) -> None:
+    """Give a loaded model the index that was saved with it.
+
+    Raises:
+        InputError: when the file is broken, or of another weight.
+    """
+    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type, assignment]
+    model.head.load_index(path)
+
+
+def rank_served(head: SieveLinear, hidden: Tensor) -> Tensor:
+    """What `rank_labels` says of the logits of states (rows, features), as far as it matters: (rows, some).
+
+    The labels, those of the largest logits first, at most `RANKED`, and at least the first `BEST` classes.
+    """
+    above, best = head.above(hidden), head.topk(hidden, min(BEST, head.out_features))
+    ranked = []
+    for row, (classes, logits) in enumerate(above.per_query()):
+        known = dict(zip(best.indices[row].tolist(), best.logits[row].tolist(), strict=True))
+        known.update(zip(classes.tolist(), logits.tolist(), strict=True))
+        order = sorted(known, key=lambda one: (-known[one], one))
+        ranked.append([number if known[number] > 0 else ~number for number in order[:RANKED]])
+    return padded(ranked, fill=~0)[0].to(hidden.device)  # behind the best classes ~0, no label, changes nothing
+
+
+@torch.no_grad()
+def decide(task: Task, model: nn.Module, rows: Rows, *, batch_size: int = BATCH) -> Tensor:
+    """A model's answers for rows, in their order."""
+    head, width = served(model), rows.target.shape[1] if task.kind == "tokens" else 0
+    parts = []
+    for inputs in _batches(task, rows, batch_size):
+        if head is None:
+            part = task.decide(model(**inputs))
+        else:
+            hidden = model.body(**inputs).float()  # type: ignore[operator]
+            part = rank_served(head, hidden) if task.multilabel else head.topk(hidden).indices[..., 0]
+        parts.append(part)
+    if parts[0].ndim > 1:  # as wide as a batch was cut, or as the most labels of a row
+        width = max([width, *(part.shape[1] for part in parts)])
+        fill = ~0 if task.multilabel else 0
+        parts = [nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def most_probable(task: Task, model: nn.Module, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The class of every row, where a row has one, and its softmax value."""
+    head, parts = served(model), []
+    for inputs in _batches(task, rows, BATCH):
+        if head is None:
+            best = model(**inputs).float().softmax(-1).max(-1)
+            parts.append((best.indices, best.values))
+        else:
+            answer = head.topk(model.body(**inputs).float())  # type: ignore[operator]
+            parts.append((answer.indices[..., 0], answer.probs[..., 0]))
+    classes, probs = map(torch.cat, zip(*parts, strict=True))
+    return classes, probs
+
+
+def _batches(task: Task, rows: Rows, size: int) -> Iterator[dict[str, Tensor]]:
+    """The inputs of rows, in their order; of many classes fewer at a time."""
+    size = max(1, min(size, FEW_LOGITS // len(task.labels)))
+    return (rows.batch(index).inputs for index in torch.split(torch.arange(len(rows)), size))
