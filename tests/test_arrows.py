@@ -24,7 +24,7 @@ MAY_USE = {
     "losses": {"kernels", "reference"},
     "heads": {"kernels"},
     "layers": {"heads", "kernels", "losses"},
-    "training": {"layers", "losses", "tasks"},
+    "training": {"heads", "layers", "losses", "tasks"},
     "tasks": {"losses"},
     "integrations": {"heads", "layers", "losses", "tasks", "training"},
     "report": {"losses"},

@@ -18,7 +18,7 @@ from softsieve.errors import InputError
 from softsieve.heads.cascade import calibration
 from softsieve.layers.linear import SieveLinear
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.labels import label_metrics, rank_labels
+from softsieve.tasks.labels import RANKED, label_metrics, rank_labels
 from softsieve.tasks.task import Task
 from softsieve.training import serving
 from softsieve.training.run import MODEL, Splits, load_model, train
@@ -56,9 +56,9 @@ def examples(kind: str, rows: int, seed: int) -> Examples:
 
 
 def run(kind: str, folder: Path, **options: Any) -> Splits:
-    parts = [examples(kind, rows, seed) for seed, rows in enumerate((1200, 300, 200))]
-    task = Task.build(Data("items", kind, *parts))
-    splits = Splits(*map(task.rows, parts))
+    first, second, third = (examples(kind, rows, seed) for seed, rows in enumerate((1200, 300, 200)))
+    task = Task.build(Data("items", kind, first, second, third))
+    splits = Splits(*map(task.rows, (first, second, third)))
     metric = "micro_f1" if kind == "multilabel" else "accuracy"
     settings = Settings(epochs=4, batch_size=32, learning_rate=2e-2, metric=metric, many_classes=CLASSES)
     train(task, splits, settings, output=folder, **options)
@@ -97,7 +97,7 @@ def test_ranks_of_an_index_are_those_of_the_logits() -> None:
     target = torch.stack([torch.randperm(300)[:3] for _ in range(50)])
     assert label_metrics(ranked, target, 300) == pytest.approx(label_metrics(expected, target, 300), rel=1e-12)
     for ours, theirs in zip(ranked, expected, strict=True):
-        width = min(int((theirs >= 0).sum()), serving.RANKED)
+        width = min(int((theirs >= 0).sum()), RANKED)
         assert ours[: max(5, width)].tolist() == theirs[: max(5, width)].tolist()
         assert (ours[max(5, width) :] == ~0).all()
 

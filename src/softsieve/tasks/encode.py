@@ -27,8 +27,8 @@ LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
 HIGHEST_RATE = 384_000  # samples a second that are believed; resampling takes memory in proportion
 MOST_IDS = 512  # hashed features of a text
-FEATURES = (64, 256)  # of a text, with few and with many classes: 64 for 4,271 labels halve the F1 of rare ones
-MANY = 1000
+FEATURES = (64, 256)  # of a text, with few and with many classes
+MANY = 1000  # classes beyond which 64 features do not tell them apart
 LENGTH = MappingProxyType({"max_length": (4, 2**20)})  # words or tokens; room for a tokenizer's own
 
 
@@ -46,7 +46,7 @@ class Encoder(ABC):
     """How inputs become tensors, and the model body that takes them."""
 
     settings: ClassVar[Mapping[str, tuple[int, int]]]  # the fields that are kept with a model, and what they may be
-    newer: ClassVar[Mapping[str, int]] = MappingProxyType({})  # those that earlier versions did not keep: what they were
+    newer: ClassVar[Mapping[str, int]] = MappingProxyType({})  # what those were that earlier versions did not keep
 
     @abstractmethod
     def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:

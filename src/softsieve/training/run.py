@@ -18,12 +18,13 @@ from softsieve._records import write_record
 from softsieve.errors import InputError
 from softsieve.extras import loaded
 from softsieve.heads import AdaptiveSoftmax
+from softsieve.heads.cascade.calibration import needed
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
-from softsieve.training.serving import DELTA, INDEX, load_index, make_index, needed
+from softsieve.training.serving import DELTA, INDEX, load_index, make_index
 from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
@@ -151,9 +152,7 @@ def _write_record(
         raise InputError(f"{output / RECORD}: cannot be written: {error}") from error
 
 
-def load_model(
-    folder: Path, *, index: bool = True, device: torch.device | str = "cpu"
-) -> tuple[Task, nn.Module]:
+def load_model(folder: Path, *, index: bool = True, device: torch.device | str = "cpu") -> tuple[Task, nn.Module]:
     """The task and the model of a folder that `train` wrote, on a device, with the index of its head if it has one.
 
     Raises:

@@ -42,7 +42,7 @@ def make_index(task: Task, model: nn.Module, train: Rows, validation: Rows | Non
         return None
     generator = torch.Generator().manual_seed(0)
     basis, sample = (states(model, part, _draw(len(part), generator)) for part in (train, validation))
-    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type, assignment]
+    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type]
     return model.head.serve(
         sample, basis=basis, k=BEST, threshold=0.0 if task.multilabel else None, delta=DELTA, generator=generator
     )
@@ -65,7 +65,7 @@ def load_index(path: Path, model: nn.Module) -> None:
     Raises:
         InputError: when the file is broken, or of another weight.
     """
-    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type, assignment]
+    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type]
     model.head.load_index(path)
 
 
