@@ -155,7 +155,8 @@ def right(trial: Trial, exact: Truth | Above, fit: Fit) -> Tensor:
     Fallbacks, which are answered exactly, are. (batch,)
     """
     if isinstance(exact, Above):
-        return (exact.counts <= trial.above) | (trial.fallback != 0)
+        complete: Tensor = (exact.counts <= trial.above) | (trial.fallback != 0)
+        return complete
     rounding = exact.rounding
     top = ((trial.logits - exact.best).abs() <= rounding[:, None]).all(-1)
     error = exact.log_z.double() - trial.log_z
