@@ -363,7 +363,6 @@ def _head_on_gpu(
 def serving(
     shape: Annotated[str, typer.Option(help="CLASSESxSIZE of the layer")] = "1048576x768",
     rank: Annotated[int, typer.Option(min=1, help="effective rank of hidden states")] = 64,
-    ridge: Annotated[float, typer.Option(min=0, help="of the layer, in largest eigenvalues of their moment")] = 0.1,
     k: Annotated[int, typer.Option(min=1, help="classes that topk is asked for")] = 5,
     delta: Delta = 0.01,
     calibration: Annotated[int, typer.Option(min=2, help="queries to calibrate with")] = 1000,
@@ -384,7 +383,6 @@ def serving(
     console = Console(soft_wrap=True, highlight=False)
     chosen: dict[str, Any] = {
         "rank": rank,
-        "ridge": ridge,
         "k": k,
         "delta": delta,
         "calibration": calibration,

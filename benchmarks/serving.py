@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.serving_layer import make_data, make_layer
+from benchmarks.serving_layer import make_layer
 from softsieve import AdaptiveSoftmax
 
 PRODUCT = "product, bf16"
@@ -56,23 +56,20 @@ class Truth(NamedTuple):
 
 
 def measure(
-    n: int, d: int, *, rank: int, ridge: float, k: int, delta: float, calibration: int, test: int, fp32: bool,
+    n: int, d: int, *, rank: int, k: int, delta: float, calibration: int, test: int, fp32: bool,
     seed: int, say: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Result], Costs]:  # fmt: skip
     """All methods on the same layer and queries, which take turns.
 
     Example:
-        >>> results, costs = measure(3000, 32, rank=8, ridge=0.1, k=5, delta=0.1, calibration=200, test=8, fp32=False,
-        ...                          seed=0)
+        >>> results, costs = measure(3000, 32, rank=24, k=5, delta=0.1, calibration=200, test=8, fp32=False, seed=0)
         >>> [result.method for result in results]
         ['product, bf16', 'product + topk, bf16', 'head.topk', 'head.above']
     """
     g = torch.Generator().manual_seed(seed)
     say("data")
-    data = make_data(n, d, rank=rank, generator=g)
-    layer = make_layer(data, ridge=ridge, rows=2048, generator=g)
-    shaping, sample, (queries, labels) = data.rows(4096, g)[0], data.rows(calibration, g)[0], data.rows(test, g)
-    del data
+    layer = make_layer(n, d, rank=rank, generator=g)
+    shaping, sample, (queries, own) = layer.rows(4096, g)[0], layer.rows(calibration, g)[0], layer.rows(test, g)
     head = AdaptiveSoftmax(layer.weight, layer.bias, delta=delta, method="cascade")
     say("index")
     start = time.perf_counter()
@@ -90,20 +87,21 @@ def measure(
     results = []
     base = taken[PRODUCT]
     for method, seconds in taken.items():
-        own = answers[method]
+        given = answers[method]
         median, mean, last = (1e3 * value for value in _summary(seconds))
         faster = float(base.median() / seconds.median()), float(base.mean() / seconds.mean())
         result = Result(n, d, method, median, mean, last, *faster, None, None, None, None, 1.0, 1.0)
         if method.startswith("head."):
-            read = sum(float(one.bytes_read) for one in own) / count / layer.weight.nbytes
-            result = result._replace(bytes_ratio=1 / read, exact=sum(bool(one.exact) for one in own) / count)
+            read = sum(float(one.bytes_read) for one in given) / count / layer.weight.nbytes
+            result = result._replace(bytes_ratio=1 / read, exact=sum(bool(one.exact) for one in given) / count)
             judge = _judge_topk if method == "head.topk" else _judge_above
-            result = result._replace(**judge(own, truth))
+            result = result._replace(**judge(given, truth))
         results.append(result)
-    found = sum(int(one in above) for row, above in zip(labels.tolist(), truth.above, strict=True) for one in row)
+    labels = [set((layer.families == family).nonzero().flatten().tolist()) for family in own]
+    found = sum(len(some & above) for some, above in zip(labels, truth.above, strict=True)) / sum(map(len, labels))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     counts = sum(map(len, truth.above)) / len(queries)
-    return results, Costs(built - start, calibrated - built, counts, found / labels.numel(), peak)
+    return results, Costs(built - start, calibrated - built, counts, found, peak)
 
 
 def exact_answers(weight: Tensor, bias: Tensor, queries: Tensor, k: int) -> Truth:

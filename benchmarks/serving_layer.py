@@ -1,67 +1,59 @@
-"""A multi-label layer of any size with the hidden states that it meets, made up as training would have it.
+"""A multi-label layer of any size with the hidden states that it meets, made up as training leaves them.
 
-Classes are the leaves of a tree, and their centres those of their branches with something of their own. A row of data
-has some labels, most of them of one branch; its hidden state is the sum of their centres and noise. All of that has the
-falling spectrum that hidden states of encoders have.
+Classes come in families, such as the variants of a product; a row of data is of a family and has its classes as labels.
+Training pulls states and the weights of their labels together. So a state is the point of its family with some noise, a
+weight that point with something of its own, all of them of one length, and a logit is ``SCALE * (cosine - BORDER)``, as
+in classifiers on normalised states. Points have the falling spectrum that states of encoders have.
 
-Gradient steps over a million classes take too long on a CPU, so the layer is made in closed form. Gradient descent on
-squared errors from zero, stopped early, is a ridge regression: a class has ``(second moment + ridge)^-1 centre``, up to
-a factor and its bias. Those are trained, with a logistic loss, as functions of few numbers.
+No gradient step is taken: over a million classes they take hours on a CPU.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LABELS = 5  # of a row
-TOGETHER = 0.6  # chance that a further label is of the branch of the first one
-OWN = 0.6  # share of a centre's energy that is not its branch's
-NOISE = 1.0  # energy of the noise, in centres
-CHUNK = 1 << 16  # classes that are worked on at a time
-SCALING, NEGATIVES = 512, 4096  # rows, and classes besides their labels, that the layer is scaled with
+FAMILY = 5  # classes of a family, in the mean
+OWN = 0.35  # what a class, and a state, has besides the point of its family, in such points
+SCALE, BORDER = 30.0, 0.72  # of logits, and the cosine at which they are 0
+CHUNK = 1 << 16  # classes that are made at a time
 
 
-class Data(NamedTuple):
-    """Classes and how rows are made of them."""
+class Layer(NamedTuple):
+    """A linear layer, and how the states are made that it meets."""
 
-    centres: Tensor  # (n, d) bfloat16
-    scales: Tensor  # (d,): of the noise
-    branch: int  # leaves of a branch
-    popularity: Tensor  # (branches,): how often the first label is of each
+    weight: Tensor  # (n, d) bfloat16
+    bias: Tensor  # (n,)
+    families: Tensor  # (n,): of each class, rising
+    axes: Tensor  # (d, d): times random numbers, something with the spectrum of states
+    points: Tensor  # (families, d) bfloat16
 
     def rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Hidden states (count, d) and labels (count, LABELS), of which some are the same class twice."""
-        n = len(self.centres)
-        first = torch.multinomial(self.popularity, count, replacement=True, generator=generator)[:, None]
-        near = first * self.branch + torch.randint(self.branch, (count, LABELS), generator=generator)
-        anywhere = torch.randint(n, (count, LABELS), generator=generator)
-        together = torch.rand(count, LABELS, generator=generator) < TOGETHER
-        together[:, 0] = True
-        labels = torch.where(together, near, anywhere) % n
-        hidden = self.centres[labels.flatten()].float().view(count, LABELS, -1).sum(1)
-        return hidden + math.sqrt(NOISE) * self.scales * torch.randn(hidden.shape, generator=generator), labels
+        """Hidden states (count, d) of length 1, and the family of each, whose classes are its labels."""
+        some = self.families[torch.randint(len(self.families), (count,), generator=generator)]
+        return _near(self.points[some].float(), self.axes, generator), some
 
 
-def make_data(n: int, d: int, *, rank: int, generator: torch.Generator) -> Data:
-    """Classes whose hidden states have this effective rank, the participation ratio of their spectrum."""
-    branch = max(1, round(math.sqrt(n)))
-    branches = math.ceil(n / branch)
-    scales = spectrum(d, rank)
+def make_layer(n: int, d: int, *, rank: int, generator: torch.Generator) -> Layer:
+    """A layer of n classes whose states have this effective rank, the participation ratio of their spectrum."""
     turn = torch.linalg.qr(torch.randn(d, d, generator=generator)).Q
-    parents = torch.randn(branches, d, generator=generator)
-    centres = torch.empty(n, d, dtype=torch.bfloat16)
-    for start in range(0, n, CHUNK):
-        part = torch.arange(start, min(start + CHUNK, n))
-        own = torch.randn(len(part), d, generator=generator)
-        mixed = math.sqrt(OWN) * own + math.sqrt(1 - OWN) * parents[part // branch]
-        centres[part] = (mixed * scales @ turn.T).bfloat16()
-    noise = (scales.square() @ turn.square().T).sqrt()
-    return Data(centres, noise, branch, 1 / torch.arange(10.0, branches + 10))
+    axes = spectrum(d, rank)[:, None] * turn.T
+    families = torch.randint(-(-n // FAMILY), (n,), generator=generator).sort().values
+    points = torch.empty(-(-n // FAMILY), d, dtype=torch.bfloat16)
+    for part in torch.split(torch.arange(len(points)), CHUNK):
+        points[part] = (torch.randn(len(part), d, generator=generator) @ axes).bfloat16()
+    weight = torch.empty(n, d, dtype=torch.bfloat16)
+    for part in torch.split(torch.arange(n), CHUNK):
+        weight[part] = (SCALE * _near(points[families[part]].float(), axes, generator)).bfloat16()
+    return Layer(weight, torch.full((n,), -SCALE * BORDER), families, axes, points)
+
+
+def _near(points: Tensor, axes: Tensor, generator: torch.Generator) -> Tensor:
+    """Points with some noise, of length 1."""
+    return F.normalize(points + OWN * (torch.randn(points.shape, generator=generator) @ axes), dim=-1)
 
 
 def spectrum(d: int, rank: int) -> Tensor:
@@ -78,56 +70,3 @@ def spectrum(d: int, rank: int) -> Tensor:
         energy = places**-power
         low, high = (power, high) if energy.sum() ** 2 / energy.square().sum() > rank else (low, power)
     return (energy / energy.mean()).sqrt()
-
-
-class Layer(NamedTuple):
-    """A linear layer whose logits are above 0 for labels."""
-
-    weight: Tensor  # (n, d) bfloat16
-    bias: Tensor  # (n,)
-
-
-def make_layer(data: Data, *, ridge: float, rows: int, generator: torch.Generator) -> Layer:
-    """The layer of some data in closed form, from so many rows of them.
-
-    Args:
-        ridge: in largest eigenvalues of the second moment of hidden states.
-    """
-    hidden, labels = data.rows(rows, generator)
-    moment = hidden.T @ hidden / rows
-    largest = float(torch.linalg.eigvalsh(moment)[-1])
-    solve = torch.linalg.inv(moment + ridge * largest * torch.eye(len(moment)))
-    weight, energy = data.centres.clone(), torch.empty(len(data.centres))
-    for part in torch.split(torch.arange(len(weight)), CHUNK):
-        centre = data.centres[part].float()
-        own = centre @ solve
-        weight[part], energy[part] = own.bfloat16(), (own * centre).sum(-1)
-    some = torch.randint(len(weight), (NEGATIVES,), generator=generator)
-    hidden, labels = hidden[:SCALING], labels[:SCALING]
-    positive = (hidden[:, None] * weight[labels.flatten()].float().view(*labels.shape, -1)).sum(-1)
-    negative = hidden @ weight[some].float().T
-    factor, slope, offset = _trained_scales(
-        torch.stack([positive, energy[labels]]), torch.stack([negative, energy[some].expand_as(negative)]), len(weight)
-    )
-    return Layer(weight.mul_(factor), slope * energy + offset)
-
-
-def _trained_scales(positive: Tensor, negative: Tensor, n: int) -> list[float]:
-    """Factors of products and of energies, and an offset, of the least logistic loss.
-
-    Products and energies of labels, (2, rows, LABELS), and of some other classes, which stand for all, (2, rows, some).
-    """
-    scales = torch.tensor([20.0, -5.0, -10.0], requires_grad=True)
-    units = positive.abs().mean((1, 2))
-    optimizer = torch.optim.LBFGS([scales], max_iter=60, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        weights = torch.cat([scales[:2] / units, scales[2:]])
-        own, others = (weights[0] * of[0] + weights[1] * of[1] + weights[2] for of in (positive, negative))
-        loss = F.softplus(-own).sum(-1).mean() + F.softplus(others).mean() * n
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return torch.cat([scales[:2] / units, scales[2:]]).tolist()

@@ -21,13 +21,13 @@ def generator() -> torch.Generator:
 
 def test_labels_are_above_zero_and_others_are_not() -> None:
     g = generator()
-    data = serving_layer.make_data(2000, 96, rank=48, generator=g)
-    layer = serving_layer.make_layer(data, ridge=0.03, rows=1024, generator=g)
-    hidden, labels = data.rows(200, g)
+    layer = serving_layer.make_layer(2000, 96, rank=48, generator=g)
+    hidden, families = layer.rows(200, g)
     logits = reference.logits(layer.weight, hidden, layer.bias)
-    flags = torch.zeros(200, 2000, dtype=torch.bool).scatter(1, labels, True)
-    assert (logits[flags] > 0).double().mean() > 0.1
-    assert (logits[~flags] > 0).double().mean() < 0.005
+    flags = layer.families == families[:, None]
+    assert (logits[flags] > 0).double().mean() > 0.95
+    assert (logits[~flags] > 0).double().mean() < 0.001
+    assert 3 < flags.sum(1).double().mean() < 8
 
 
 def test_exact_answers(monkeypatch: pytest.MonkeyPatch) -> None:
