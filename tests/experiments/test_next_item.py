@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,19 @@ def test_metrics_are_those_of_a_sorted_list(exclude_seen: bool) -> None:
     found = metrics(ranks(model, questions, exclude_seen=exclude_seen), k=5)
     assert found == pytest.approx(brute_force(model, questions, exclude_seen=exclude_seen, k=5))
     assert 0.05 < found["hr@5"] < 0.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
+def test_ranks_of_many_users_take_the_memory_of_a_few() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    model = new_model(50_000)
+    users = Questions([torch.tensor([1])] * 2000, torch.zeros(2000, dtype=torch.long))
+    ranks(model, Questions(users.histories[:64], users.answers[:64]))
+    before = resident()
+    ranks(model, users)
+    assert resident() - before < 200e6  # all scores are 400 MB
 
 
 def test_ties_count_against_the_model() -> None:
