@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from experiments import item_model
 from experiments.commands import app
 from experiments.item_model import ItemModel, batch_loss, last_states, metrics, ranks
 from experiments.item_sequences import Questions, Sequences, leave_last_out, pad, read_sequences
@@ -151,23 +148,6 @@ def test_metrics_are_those_of_a_sorted_list(exclude_seen: bool) -> None:
     found = metrics(ranks(model, questions, exclude_seen=exclude_seen), k=5)
     assert found == pytest.approx(brute_force(model, questions, exclude_seen=exclude_seen, k=5))
     assert 0.05 < found["hr@5"] < 0.5
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
-def test_ranks_of_many_users_take_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, sizes = item_model._blocks, []
-
-    def watched(count: int) -> Iterator[slice]:
-        for block in blocks(count):
-            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-            yield block
-
-    model = new_model(50_000)
-    users = Questions([torch.tensor([1])] * 2000, torch.zeros(2000, dtype=torch.long))
-    ranks(model, Questions(users.histories[:64], users.answers[:64]))
-    monkeypatch.setattr(item_model, "_blocks", watched)
-    ranks(model, users)
-    assert max(sizes) - sizes[0] < 150e6  # all scores are 400 MB
 
 
 def test_ties_count_against_the_model() -> None:
