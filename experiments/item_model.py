@@ -112,17 +112,20 @@ def ranks(model: ItemModel, questions: Questions, *, exclude_seen: bool = False)
     Args:
         exclude_seen: leave out the items of a user's history, but for the right one.
     """
-    states, weight, found = last_states(model, questions.histories), model.weight.float(), []
+    states, weight = last_states(model, questions.histories), model.weight.float()
+    # Made once: small results that are kept between blocks of scores would leave holes that no later block fits in.
+    found, buffer = torch.empty(len(states), dtype=torch.long), states.new_empty(AT_A_TIME, len(weight))
     for some in _blocks(len(states)):
-        scores, answers = states[some] @ weight.T, questions.answers[some, None].to(states.device)
+        answers = questions.answers[some, None].to(states.device)
+        scores = torch.mm(states[some], weight.T, out=buffer[: len(answers)])
         own = scores.gather(1, answers)
         if exclude_seen:
             seen = questions.histories[some]
             rows = torch.repeat_interleave(torch.tensor([len(items) for items in seen]))
             scores[rows.to(states.device), torch.cat(seen).to(states.device)] = -torch.inf
             scores.scatter_(1, answers, own)
-        found.append((scores >= own).sum(1).cpu() - 1)
-    return torch.cat(found)
+        found[some] = (scores >= own).sum(1).cpu() - 1
+    return found
 
 
 def metrics(found: Tensor, k: int = 10) -> dict[str, float]:
