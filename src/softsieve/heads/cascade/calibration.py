@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
 WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
+# For a level that stands fixed. A class that a state belongs to is above its estimate by many deviations, because what
+# the estimate leaves out of both is alike; the k-th best shows by how much, a level does not.
+LEVEL_WIDTHS = tuple(12 * 0.93**number for number in range(-16, 40))
 SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 0.5  # so much further out than any query of the sample, a query falls back
@@ -216,20 +219,25 @@ def calibrate(
     return fit
 
 
+def _widths(fit: AnyFit) -> tuple[float, ...]:
+    """Those that are tried, from wide to narrow."""
+    return WIDTHS if math.isinf(fit.level) else LEVEL_WIDTHS
+
+
 def _shape(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit:
     """Choose everything but the width, which is a first guess."""
     engine, errors, trials = sample.engine, int(start.delta * len(sample.queries) / 2), []
-    settings = engine.settings()
+    settings, widths = engine.settings(), _widths(start)
     for setting in settings:
-        low, high = 0, len(WIDTHS) - 1  # the narrowest width with few errors, by bisection
+        low, high = 0, len(widths) - 1  # the narrowest width with few errors, by bisection
         while low < high:
             middle = (low + high + 1) // 2
-            _, fine, _ = sample.ask(start._replace(**setting, width=WIDTHS[middle]))
+            _, fine, _ = sample.ask(start._replace(**setting, width=widths[middle]))
             if len(fine) - int(fine.sum()) <= errors:
                 low = middle
             else:
                 high = middle - 1
-        fit = start._replace(**setting, width=WIDTHS[low])
+        fit = start._replace(**setting, width=widths[low])
         trials.append((fit, sample.ask(fit)[0]))
         progress("choosing a preview", 0.4 / len(settings))
     best: AnyFit = engine.choose(start, trials)
@@ -262,9 +270,7 @@ def _correct(sample: _Sample, exact: Truth, start: AnyFit, progress: ProgressCal
 def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallback) -> AnyFit:
     """The width: the first one is wider than what shaping queries took, and does not depend on those that decide."""
     best = shape._replace(width=math.inf, read=1.0, right=1.0)
-    # Few queries may have shaped. Rows above a level are those whose logits are far above their estimates.
-    widest = max(1.75 * shape.width, 6.0) if math.isinf(shape.level) else WIDTHS[0]
-    widths = [width for width in WIDTHS if width <= widest]
+    widths = [width for width in _widths(shape) if width <= max(1.75 * shape.width, 6.0)]  # few may have shaped
     count, wrong = len(sample.queries), 0
     for number, width in enumerate(widths):
         _, fine, read = sample.ask(shape._replace(width=width))
