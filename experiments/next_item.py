@@ -260,10 +260,16 @@ def _read_run(path: Path, job: Job) -> Run:
             _checks.number(f"hr@{TOP}", part[f"hr@{TOP}"], 0, 1)
         for name in ("step_s", "step_cpu_s"):
             _checks.positive(name, run[name])
-        for turn in run["turns"].values():
-            _checks.positive("ms", turn[job.loss]["ms"])
+        for when in ("fresh", "trained"):
+            for loss in (LOGITS, job.loss):
+                _checks.positive("ms", run["turns"][when][loss]["ms"])
+                _checks.number("peak_mb", run["turns"][when][loss]["peak_mb"], 0)
         wrong = [name for name, value in job.about().items() if run[name] != value]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        summarise([run]), serving_rows([run]), choose([run])  # all that tables read is there
+        split = read_split(job.data)
+        if (run["users"], run["asked"], run["items"]) != (len(split.train), len(split.test.answers), split.items):
+            raise ValueError("made with other data")
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"{path}: damaged ({first_line(error)}): remove it to make the run again") from None
     if wrong:
         raise InputError(f"{path}: expected a run with {wrong[0]} {getattr(job, wrong[0])}, found {run[wrong[0]]}")

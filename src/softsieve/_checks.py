@@ -124,6 +124,14 @@ def generator(value: torch.Generator | None, device: torch.device | None = None)
         raise ValueError(f"generator: expected one of {device.type}, where is drawn, found one of {value.device.type}")
 
 
+def group(value: object) -> str:
+    """The name of a process group."""
+    name = getattr(value, "group_name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"group: expected a process group of torch.distributed, found {type(value).__name__}")
+    return name
+
+
 def in_memory(name: str, value: Tensor) -> None:
     if value.is_meta:
         raise ValueError(f"{name}: expected numbers, found a tensor without any (device meta)")

@@ -382,3 +382,61 @@ def test_above_asks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.above(hidden.detach(), 0.5)
     assert calls[0][0].weight.data_ptr() == layer.weight.data_ptr()
     assert calls[0][2] == 0.5
+
+
+# -- found by a second reader ------------------------------------------------------------------------------------------
+
+
+def test_a_bias_that_changed_before_the_step_is_noticed() -> None:
+    layer, hidden, target = stepping()
+    loss = layer.loss(hidden, target)
+    with torch.no_grad():
+        layer.bias.add_(1)
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="weight and bias of the forward pass"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(layer.weight, before)
+
+
+def test_the_loss_is_float32_under_autocast() -> None:
+    layer, hidden, target = stepping()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.loss(hidden.bfloat16(), target).dtype == torch.float32
+
+
+def test_a_layer_made_float16_later_is_refused() -> None:
+    layer, hidden, target = stepping()
+    with pytest.raises(ValueError, match="float16"):
+        layer.half().loss(hidden, target)
+
+
+def test_without_gradients_nothing_steps_and_nothing_is_refused() -> None:
+    layer, hidden, target = stepping()
+    expected = layer.loss(hidden, target).detach()
+    layer.requires_grad_(False)
+    with torch.no_grad():
+        for backend in ("auto", "reference"):
+            torch.testing.assert_close(layer.loss(hidden, target, backend=backend), expected, rtol=1e-5, atol=1e-6)
+    assert layer.optimizer is not None
+    assert layer.optimizer.steps == 0
+
+
+def test_an_index_of_another_weight_is_not_refreshed() -> None:
+    layer = SieveLinear(16, 500)
+    assert layer.serve(torch.randn(200, 16), delta=0.2).index is not None
+    layer.weight = nn.Parameter(torch.randn(500, 16))
+    assert layer.served is None
+    assert layer.refresh() == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_no_group_is_refused(several: bool) -> None:
+    layer, hidden, target = stepping()
+    labels = target[:, None] if several else target
+    with pytest.raises(TypeError, match="group: expected a process group"):
+        layer.loss(hidden, labels, group=3)
+
+
+def test_a_momentum_of_1_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"momentum: expected a number in \[0, 1\), found 1"):
+        HeadSGD(0.1, momentum=1)

@@ -104,7 +104,7 @@ def test_a_row_without_labels_is_refused() -> None:
     good = task.rows(examples("multilabel", 20, 0))
     with pytest.raises(InputError, match=r"validation data: .* found none in 2 of 3"):
         train(task, Splits(good, rows, None), settings)
-    with pytest.raises(InputError, match=r"evaluation: .* found none in 2 of 3"):
+    with pytest.raises(InputError, match=r"test data: .* found none in 2 of 3"):
         train(task, Splits(good, None, rows), settings)
 
 
@@ -205,3 +205,17 @@ def test_where_a_head_cannot_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_that_do_not_go_together(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings(**wrong)
+
+
+@pytest.mark.parametrize("head_step", [None, "adamw"])
+def test_tokens_go_without_logits_too(head_step: str | None) -> None:
+    words = [[COLOURS[(i + j) % 4] for j in range(1 + i % 3)] for i in range(40)]
+    some = Examples(words, [list(one) for one in words], [f"row {i}" for i in range(40)])
+    task = Task.build(Data("colours", "tokens", some, some, None))
+    splits = Splits(task.rows(some), task.rows(some), None)
+    settings: dict[str, Any] = {"epochs": 4, "batch_size": 8, "learning_rate": 1e-2, "delta": 0.5}
+    plain = train(task, splits, Settings(**settings))
+    fused = train(task, splits, Settings(**settings, many_classes=4, head_step=head_step))
+    assert fused.result.best["accuracy"] == pytest.approx(plain.result.best["accuracy"], abs=0.05)
+    if head_step is None:
+        assert fused.result.best["loss"] == pytest.approx(plain.result.best["loss"], rel=1e-2)

@@ -31,7 +31,7 @@ CLASSES = 400
 @pytest.fixture(autouse=True, scope="module")
 def always_faster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "measured_batch", lambda *_: 2**20)  # a matter of the machine
+        patch.setattr(calibration, "measured_batch", lambda *_: 64)  # a matter of the machine
         patch.setattr(serving, "DELTA", 0.1)  # for which few rows suffice
         yield
 
@@ -130,9 +130,30 @@ def test_an_index_is_made_where_it_is_asked_for(tmp_path: Path) -> None:
     settings = Settings(epochs=1, learning_rate=1e-2, many_classes=CLASSES)
     train(task, splits, settings, output=tmp_path / "few")  # too few for a promise: nothing is said, nothing is made
     assert not (tmp_path / "few" / MODEL / INDEX).exists()
-    with pytest.raises(InputError, match=r"head_index: expected .* validation rows or more, found 30 rows of text"):
+    with pytest.raises(InputError, match=r"head_index: expected \d+ validation rows or more, found 30"):
         train(task, splits, settings, output=tmp_path / "asked", index=True)
-    assert not (tmp_path / "asked" / MODEL).exists()
+    assert not (tmp_path / "asked").exists()  # refused before anything was done
+
+
+def test_what_would_be_refused_in_the_end_is_refused_at_the_beginning(tmp_path: Path) -> None:
+    first = examples("multilabel", 450, 0)
+    task = Task.build(Data("items", "multilabel", first, None, None))
+    test = task.rows(Examples(["a", "b"], [["item1"], []], ["1", "2"]))
+    settings = Settings(epochs=1, metric="micro_f1", many_classes=CLASSES)
+    with pytest.raises(InputError, match=r"test data: .* found none in 1 of 2"):
+        train(task, Splits(task.rows(first), None, test), settings, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_few_classes_can_have_an_index(tmp_path: Path) -> None:
+    def some(rows: int) -> Examples:
+        return Examples(["a", "b"] * (rows // 2), ["x", "y"] * (rows // 2), ["row"] * rows)
+
+    task = Task.build(Data("letters", "text", some(100), some(100), None))
+    splits = Splits(task.rows(some(100)), task.rows(some(100)), None)
+    train(task, splits, Settings(epochs=1), output=tmp_path, index=True)
+    assert (tmp_path / MODEL / INDEX).exists()
+    assert len(decide(task, load_model(tmp_path)[1], splits.train)) == 100
 
 
 def test_an_index_of_another_weight_is_refused(tmp_path: Path, runs: dict[str, tuple[Path, Splits]]) -> None:

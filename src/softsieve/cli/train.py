@@ -111,7 +111,7 @@ def _judge(options: Options, console: Console) -> None:
     from softsieve.training.serving import decide
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    task, model = load_model(options.output_dir, device=device)
+    task, model = load_model(options.output_dir, index=False, device=device)  # judged by what it is, not by its index
     task.workers = options.dataloader_num_workers
     data = _read(options, kind=task.kind)
     if data.kind != task.kind:

@@ -33,7 +33,7 @@ class _Stepped(torch.autograd.Function):
         ctx.mark_non_differentiable(*shown)
         ctx.set_materialize_grads(False)
         ctx.parameters, ctx.options, ctx.stepper = (weight, bias), options, stepper
-        ctx.version, ctx.done = weight._version, False
+        ctx.versions, ctx.done = _versions(weight, bias), False
         return loss, *shown
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Stepped(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 6
         (weight, bias), options = ctx.parameters, ctx.options
-        _check_first(ctx.done, ctx.version == weight._version)
+        _check_first(ctx.done, ctx.versions == _versions(weight, bias))
         ctx.done = True
         hidden, label, *tensors = ctx.saved_tensors
         layer = Layer(hidden, weight.detach(), None if bias is None else bias.detach(), options.cap)
@@ -59,6 +59,11 @@ class _Stepped(torch.autograd.Function):
         return grads[0] if wanted[0] else None, *[None] * 5
 
 
+def _versions(*values: Tensor | None) -> list[int]:
+    """How often each was changed in place."""
+    return [value._version for value in values if value is not None]
+
+
 def _check_first(done: bool, same: bool) -> None:
     """Refuse a backward pass that is not the one after its forward pass."""
     if torch.is_grad_enabled():
@@ -72,8 +77,9 @@ def _check_first(done: bool, same: bool) -> None:
         )
     if not same:
         raise RuntimeError(
-            "backward: expected the weight of the forward pass, found it changed since: every backward pass is a step, "
-            "so losses must not wait for each other; add them up, or put their rows into one call"
+            "backward: expected the weight and bias of the forward pass, found them changed since: every backward pass "
+            "is a step, so losses must not wait for each other, nor be added up: put their rows into one call. What "
+            "was stepped before this stays"
         )
 
 

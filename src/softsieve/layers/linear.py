@@ -96,14 +96,17 @@ class SieveLinear(nn.Linear):
         if optimizer is not None:
             if not isinstance(optimizer, HeadOptimizer):
                 raise TypeError(f"optimizer: expected HeadSGD or HeadAdamW, found {type(optimizer).__name__}")
-            if self.weight.dtype == torch.float16:
-                raise ValueError(
-                    "dtype: expected float32 or bfloat16, found float16, whose gradients need a scale that a step "
-                    "inside backward does not know"
-                )
+            self._refuse_float16()
             optimizer.attach(self.weight, self.bias)
         self.optimizer = optimizer
         self._head: AdaptiveSoftmax | None = None
+
+    def _refuse_float16(self) -> None:
+        if self.weight.dtype == torch.float16:
+            raise ValueError(
+                "dtype: expected float32 or bfloat16, found float16, whose gradients need a scale that a step inside "
+                "backward does not know"
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """All logits, in the dtype of the weight; with gradients only where there is no optimizer."""
@@ -151,11 +154,14 @@ class SieveLinear(nn.Linear):
             NotImplementedError: in the backward pass with ``create_graph=True``, and in compiled graphs.
         """
         several = isinstance(target, Tensor) and isinstance(hidden, Tensor) and target.ndim == hidden.ndim
-        if self.optimizer is not None:
-            self._check_step(hidden, backend, group)
+        stepper = self.optimizer
+        if stepper is not None and torch.is_grad_enabled():
+            self._check_step(backend, group)
+        elif stepper is not None and backend == "reference":  # nothing steps, so it may hold all logits
+            stepper, hidden = None, hidden.to(self.weight.dtype)
         shared: dict[str, Any] = {
             "bias": self.bias, "ignore_index": ignore_index, "reduction": reduction, "backend": backend,
-            "group": group, "return_stats": return_stats, "stepper": self.optimizer,
+            "group": group, "return_stats": return_stats, "stepper": stepper,
         }  # fmt: skip
         if several:
             margin = 0.5 if delta is None else delta
@@ -165,8 +171,9 @@ class SieveLinear(nn.Linear):
             hidden, self.weight, target, delta=margin, class_weight=None, row_weight=None, softcap=None, **shared
         )
 
-    def _check_step(self, hidden: Tensor, backend: str, group: Any) -> None:
+    def _check_step(self, backend: str, group: Any) -> None:
         """Refuse what a step inside the backward pass would do wrong."""
+        self._refuse_float16()
         if torch.compiler.is_compiling():
             raise NotImplementedError("loss: expected eager mode, found a compiled graph: compile the model before it")
         if backend == "reference":
@@ -290,7 +297,8 @@ class SieveLinear(nn.Linear):
         """Bring the index of `serve` up to date after more training; returns how many classes had changed.
 
         Only these are encoded anew; the basis of the index and its calibrations stay, which is right for small changes.
-        Warns when more than half of the classes changed: `serve` again then.
+        Warns when more than half of the classes changed: `serve` again then. An index of another weight than the layer
+        has by now is not in use, and nothing is done.
 
         Example:
             >>> _ = torch.manual_seed(0)
@@ -301,12 +309,11 @@ class SieveLinear(nn.Linear):
             >>> layer.refresh()
             2
         """
-        head = self._head
+        head = self.served
         if head is None or head.index is None:
             return 0
-        rows = changed_rows(
-            self.weight.detach(), None if self.bias is None else self.bias.detach(), head.index.checksums
-        )
+        bias = None if self.bias is None else self.bias.detach()
+        rows = changed_rows(self.weight.detach(), bias, head.index.checksums)
         if len(rows) > MOST_CHANGED * len(self.weight):
             share = f"{len(rows)} of {len(self.weight)} classes changed since the index was made"
             warnings.warn(f"refresh: {share}: serve(queries) makes one that suits them", stacklevel=2)

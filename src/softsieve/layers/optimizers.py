@@ -88,6 +88,8 @@ class HeadOptimizer(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """What `get_extra_state` returned."""
         _checks.saved("optimizer", state, torch.empty(2, dtype=torch.long), high=float(2**63))
+        if int(state[0]) > MOST_STEPS:
+            raise ValueError(f"optimizer: expected at most {MOST_STEPS} steps, found {int(state[0])}")
         self.steps, self.seed = state.tolist()
 
     def extra_repr(self) -> str:
@@ -121,6 +123,8 @@ class HeadSGD(HeadOptimizer):
     ) -> None:
         super().__init__(lr, weight_decay, stochastic, seed)
         self.momentum = _checks.number("momentum", momentum, 0, 1)
+        if self.momentum == 1:
+            raise ValueError("momentum: expected a number in [0, 1), found 1")
         self.states = ("momentum_buffer",) if self.momentum else ()  # type: ignore[misc]
 
     @property

@@ -174,7 +174,7 @@ def compute(
         _checks.each_row("row_weight", row_weight, target)
         row_weight = row_weight.reshape(-1)
     _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
-    name = "" if group is None else group.group_name
+    name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
 
     kind = hidden.device.type
@@ -184,7 +184,7 @@ def compute(
     targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     loss, stats = _compute(rows, weight, bias, targets, options, return_stats, stepper)
-    if not casts:
+    if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
     if reduction == "none":
         loss = loss.view(target.shape)

@@ -118,7 +118,7 @@ def compute(
     check_options(ignore_index, reduction, backend)
     rows = labels[..., 0]
     margins = _checks.margins(delta, rows)
-    name = "" if group is None else group.group_name
+    name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, 0.0, reduction, choose_backend(backend, hidden, group), name)
 
     kind = hidden.device.type
@@ -128,7 +128,7 @@ def compute(
     targets = Targets(labels.reshape(-1, labels.shape[-1]).long(), margins)
     states = hidden.reshape(-1, hidden.shape[-1])
     loss, stats = _compute(states, weight, bias, targets, options, return_stats, stepper)
-    if not casts:
+    if not torch.is_autocast_enabled(kind):
         loss = loss.to(dtype)
     if reduction == "none":
         loss = loss.view(rows.shape)

@@ -272,7 +272,7 @@ class MultiLabelSoftmax(Objective):
     takes_hidden = True
 
     def __call__(self, logits: Tensor, target: Tensor) -> Outcome:
-        return Outcome(as_multilabel_loss(logits, target, delta=1.0, reduction=self.reduction))
+        return Outcome(as_multilabel_loss(logits, target, delta=1.0, against="threshold", reduction=self.reduction))
 
     def linear(self, hidden: Tensor, head: nn.Linear, target: Tensor) -> Outcome:
         options: dict[str, Any] = {"delta": 1.0, "reduction": self.reduction}

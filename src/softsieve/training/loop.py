@@ -72,7 +72,12 @@ class Trainer:
         self.rate = 0.0  # the learning rate of the latest step
 
     def _take(self, rows: Rows, name: str) -> Rows:
-        """Rows on the device; those without any label are refused where the loss goes without logits."""
+        """Rows that can be used, on the device."""
+        self.check_rows(rows, name)
+        return rows.to(self.replica.device)
+
+    def check_rows(self, rows: Rows, name: str) -> None:
+        """Refuse rows without any label where the loss goes without logits."""
         if self.replica.head is not None and isinstance(rows, LabelRows):
             empty = (rows.target < 0).all(1).nonzero()
             if len(empty):
@@ -80,7 +85,6 @@ class Trainer:
                     f"{name}: with so many classes every row needs a label, found none in {len(empty)} of {len(rows)}, "
                     f"the first being row {int(empty[0])}"
                 )
-        return rows.to(self.replica.device)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -114,20 +114,22 @@ class Replica:
 
         Outputs are logits, or without a head what `decide` makes them of.
         """
-        logits, target = self.model(**batch.inputs).float(), batch.target
+        outputs, target = self.model(**batch.inputs).float(), batch.target
+        tokens = outputs.ndim > 2 and target.shape == outputs.shape[:-1]
         if self.head is not None:
-            return logits, self._row_pass(*self._in_autocast(self.objective.linear, logits, self.head, target))
-        tokens = logits.ndim > 2 and target.shape == logits.shape[:-1]
-        if target.ndim == logits.ndim and target.dtype != torch.bool:
-            target = label_flags(target, logits.shape[-1])
-        flat = (logits.flatten(0, -2), target.flatten()) if tokens else (logits, target)
-        loss, solved, margin = self._row_pass(*self.objective(*flat))  # flat: else as many positions as classes warn
+            outcome = self._in_autocast(self.objective.linear, outputs, self.head, target)
+        else:
+            if target.ndim == outputs.ndim and target.dtype != torch.bool:
+                target = label_flags(target, outputs.shape[-1])
+            # Flat: else as many positions as classes warn.
+            outcome = self.objective(*((outputs.flatten(0, -2), target.flatten()) if tokens else (outputs, target)))
+        loss, solved, margin = self._row_pass(*outcome)
         if tokens:
             ignored = target == IGNORED
             solved = (solved.view(target.shape) | ignored).all(-1)
             margin = margin.view(target.shape).masked_fill(ignored, 1.0).amin(-1)
             loss = loss.view(target.shape).sum(-1)
-        return logits, RowPass(loss, solved, margin)
+        return outputs, RowPass(loss, solved, margin)
 
     def _row_pass(self, loss: Tensor, solved: Tensor | None, margin: Tensor | None) -> RowPass:
         """What an objective said; of one that solves nothing, nothing is."""

@@ -17,14 +17,13 @@ from softsieve._files import remove_folder, replace_file
 from softsieve._records import write_record
 from softsieve.errors import InputError
 from softsieve.extras import loaded
-from softsieve.heads import AdaptiveSoftmax
-from softsieve.heads.cascade.calibration import needed
+from softsieve.heads.engines import reason_against_cascade
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.loop import Result, Trainer
-from softsieve.training.serving import DELTA, INDEX, load_index, make_index
+from softsieve.training.serving import INDEX, load_index, make_index, reason_against_index
 from softsieve.training.settings import Settings
 
 MODEL = "model"  # folder of the trained model in the folder of a run
@@ -71,6 +70,7 @@ def train(
         task.model(objective), objective, splits.train, task, settings,
         validation=splits.validation, output=output, show=show, console=console,
     )  # fmt: skip
+    _refuse_late(trainer, task, splits, index)
     if output is not None and resume is None and trainer.replica.is_main:
         for old in (*checkpoints(output), output / "tensorboard"):
             remove_folder(old)
@@ -79,12 +79,16 @@ def train(
     result = trainer.fit(resume)
     test, decided = ({}, None) if splits.test is None else trainer.evaluate(splits.test)
     logits = None if output is None else _collect_logits(trainer, task, splits)
-    many = trainer.replica.head is not None
+    wants_index = index or (index is None and trainer.replica.head is not None)
     model = trainer.replica.plain_model()
     weights = trainer.weights()
     if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
-        head = _make_index(task, model, trainer, index) if many or index else None
+        head, held_out = None, trainer.validation if wants_index else None
+        if held_out is not None and reason_against_index(task, model, held_out) is None:
+            if console is not None:
+                console.print("making an index of the head")
+            head = make_index(task, model, trainer.train, held_out)
 
         def fill(part: Path) -> None:
             task.save(part, objective)
@@ -110,19 +114,21 @@ def train(
     return Run(result, test, decided, model)
 
 
-def _make_index(task: Task, model: nn.Module, trainer: Trainer, index: bool | None) -> AdaptiveSoftmax | None:
-    """Of the head, unless it is not wanted.
+def _refuse_late(trainer: Trainer, task: Task, splits: Splits, index: bool | None) -> None:
+    """Refuse before training what would be refused after it.
 
     Raises:
-        InputError: when it is asked for and cannot be made.
+        InputError: when test rows cannot be judged, or an index is asked for that cannot be made.
     """
-    head = None if index is False else make_index(task, model, trainer.train, trainer.validation)
-    if head is None and index:
-        raise InputError(
-            f"head_index: expected a linear head with one answer a row and {needed(DELTA)} validation rows or more, "
-            f"found {0 if trainer.validation is None else len(trainer.validation)} rows of {task.kind}"
-        )
-    return head
+    if splits.test is not None:
+        trainer.check_rows(splits.test, "test data")
+    if index:
+        model = trainer.replica.accelerator.unwrap_model(trainer.model)
+        reason = reason_against_index(task, model, splits.validation)
+        if trainer.replica.sharded:
+            reason = "expected a model that is not sharded, found FSDP"
+        if reason is not None:
+            raise InputError(f"head_index: {reason}")
 
 
 def _collect_logits(trainer: Trainer, task: Task, splits: Splits) -> tuple[str, dict[str, Tensor]] | None:
@@ -174,7 +180,7 @@ def load_model(folder: Path, *, index: bool = True, device: torch.device | str =
     model: nn.Module = loaded(task.empty_model, complaint)
     model.load_state_dict(weights)
     model.to(device)
-    if index and (folder / INDEX).exists():
+    if index and (folder / INDEX).exists() and reason_against_cascade(model.head.weight) is None:  # type: ignore[union-attr, arg-type]
         load_index(folder / INDEX, model)
     return task, model.eval()
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.heads import AdaptiveSoftmax
-from softsieve.heads.cascade.calibration import needed
+from softsieve.heads.cascade.calibration import BATCHES, needed
+from softsieve.heads.engines import reason_against_cascade
 from softsieve.layers.linear import SieveLinear
 from softsieve.tasks.encode import padded
 from softsieve.tasks.labels import RANKED, TOP
@@ -20,7 +21,7 @@ from softsieve.training.replica import FEW_LOGITS
 
 INDEX = "head.safetensors"  # in the folder of a model
 DELTA = 0.01  # chance that an answer of the index is not the exact one
-SAMPLE = 4096  # rows that an index is made of, and as many that it is calibrated with, at most
+SAMPLE = 1024  # rows that an index is made of, and as many that it is calibrated with, at most
 BATCH = 128  # rows that go through the model at a time
 BEST = TOP[-1]  # classes that every row is given, in order, whether they are labels or not
 
@@ -31,25 +32,32 @@ def served(model: nn.Module) -> SieveLinear | None:
     return head if isinstance(head, SieveLinear) and head.served is not None else None
 
 
-def make_index(task: Task, model: nn.Module, train: Rows, validation: Rows | None) -> AdaptiveSoftmax | None:
-    """Give the head of a trained model an index for states like those of these rows; None where it cannot have one.
+def reason_against_index(task: Task, model: nn.Module, validation: Rows | None) -> str | None:
+    """Why the head of a model can have no index; None when it can."""
+    head, rows = getattr(model, "head", None), 0 if validation is None else len(validation)
+    if not isinstance(model, Classifier) or not isinstance(head, nn.Linear) or task.kind == "tokens":
+        return f"expected a linear head and one answer a row, found {type(head).__name__} for {task.kind}"
+    if rows < needed(DELTA):
+        return f"expected {needed(DELTA)} validation rows or more, found {rows}"
+    return reason_against_cascade(head.weight)
+
+
+def make_index(task: Task, model: nn.Module, train: Rows, validation: Rows) -> AdaptiveSoftmax:
+    """Give the head of a trained model, of which no reason is against it, an index for states like those of these rows.
 
     Its basis comes from training rows, its promise from validation rows, which the model has not seen.
     """
-    rows = 0 if validation is None else len(validation)
-    plain = isinstance(model, Classifier) and isinstance(model.head, nn.Linear) and task.kind != "tokens"
-    if not plain or validation is None or rows < needed(DELTA):
-        return None
     generator = torch.Generator().manual_seed(0)
     basis, sample = (states(model, part, _draw(len(part), generator)) for part in (train, validation))
-    model.head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type]
-    return model.head.serve(
-        sample, basis=basis, k=BEST, threshold=0.0 if task.multilabel else None, delta=DELTA, generator=generator
+    model.head = head = SieveLinear.from_linear(model.head)  # type: ignore[arg-type]
+    threshold = 0.0 if task.multilabel else None
+    return head.serve(
+        sample, basis=basis, k=min(BEST, head.out_features), threshold=threshold, delta=DELTA, generator=generator
     )
 
 
 def _draw(rows: int, generator: torch.Generator) -> Tensor:
-    return torch.randperm(rows, generator=generator)[:SAMPLE]
+    return torch.randperm(rows, generator=generator)[:SAMPLE]  # calibration asks each of them dozens of times
 
 
 @torch.no_grad()
@@ -78,7 +86,7 @@ def rank_served(head: SieveLinear, hidden: Tensor) -> Tensor:
     ranked = []
     for row, (classes, logits) in enumerate(above.per_query()):
         known = dict(zip(best.indices[row].tolist(), best.logits[row].tolist(), strict=True))
-        known.update(zip(classes.tolist(), logits.tolist(), strict=True))
+        known.update(zip(classes[:RANKED].tolist(), logits[:RANKED].tolist(), strict=True))
         order = sorted(known, key=lambda one: (-known[one], one))
         ranked.append([number if known[number] > 0 else ~number for number in order[:RANKED]])
     return padded(ranked, fill=~0)[0].to(hidden.device)  # behind the best classes ~0, no label, changes nothing
@@ -89,7 +97,7 @@ def decide(task: Task, model: nn.Module, rows: Rows, *, batch_size: int = BATCH)
     """A model's answers for rows, in their order."""
     head, width = served(model), rows.target.shape[1] if task.kind == "tokens" else 0
     parts = []
-    for inputs in _batches(task, rows, batch_size):
+    for inputs in _batches(task, rows, batch_size, head):
         if head is None:
             part = task.decide(model(**inputs))
         else:
@@ -107,7 +115,7 @@ def decide(task: Task, model: nn.Module, rows: Rows, *, batch_size: int = BATCH)
 def most_probable(task: Task, model: nn.Module, rows: Rows) -> tuple[Tensor, Tensor]:
     """The class of every row, where a row has one, and its softmax value."""
     head, parts = served(model), []
-    for inputs in _batches(task, rows, BATCH):
+    for inputs in _batches(task, rows, BATCH, head):
         if head is None:
             best = model(**inputs).float().softmax(-1).max(-1)
             parts.append((best.indices, best.values))
@@ -118,7 +126,7 @@ def most_probable(task: Task, model: nn.Module, rows: Rows) -> tuple[Tensor, Ten
     return classes, probs
 
 
-def _batches(task: Task, rows: Rows, size: int) -> Iterator[dict[str, Tensor]]:
-    """The inputs of rows, in their order; of many classes fewer at a time."""
-    size = max(1, min(size, FEW_LOGITS // len(task.labels)))
+def _batches(task: Task, rows: Rows, size: int, head: SieveLinear | None) -> Iterator[dict[str, Tensor]]:
+    """The inputs of rows, in their order; for an index at most as many at a time as it was measured with."""
+    size = max(1, min(size, FEW_LOGITS // len(task.labels), size if head is None else BATCHES[-1]))
     return (rows.batch(index).inputs for index in torch.split(torch.arange(len(rows)), size))

@@ -26,6 +26,7 @@ SHAPING = 256  # queries, at most, that only choose; the others decide
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 0.5  # so much further out than any query of the sample, a query falls back
 ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as they are wider than the margins
+ROUNDING = 1e-5  # of `sizes`, that upper ends may be exceeded by
 ENVELOPE_QUERIES = 1024  # that are tried with, at most
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 5
@@ -142,12 +143,19 @@ def _truth_in_blocks(reader: Reader, queries: Tensor, bias: Tensor | None, k: in
     return Truth(best, log_z)
 
 
+def sizes(logits: Tensor) -> Tensor:
+    """What logits (..., n) are rounded in proportion to: their own size or the largest logit's.
+
+    Not the largest size: a class that is masked by a bias of -1e9 would make all others uncertain.
+    """
+    return 1 + torch.maximum(logits.abs(), logits.amax(-1, keepdim=True).abs())
+
+
 def above_level(blocks: Iterable[tuple[int, Tensor]], level: float) -> Above:
     """Rows above a level, from blocks of exact logits (N, some). Rows within rounding of it do not count."""
     counts: Any = 0
     for _, logits in blocks:
-        rounding = 16 * torch.finfo(logits.dtype).eps * (1 + logits.abs().amax(-1, keepdim=True))
-        counts = counts + (logits > level + rounding).sum(-1)
+        counts = counts + (logits - 16 * torch.finfo(logits.dtype).eps * sizes(logits) > level).sum(-1)
     return Above(counts)
 
 
@@ -336,7 +344,7 @@ def envelope(engine: Cascade, queries: Tensor, logits: Callable[[Tensor], Tensor
     beyond = [0] * len(trials)
     for part in torch.split(queries, max(1, _AT_ONCE // len(engine.layer.weight))):
         exact = logits(part)
-        rounding = 1e-5 * (1 + exact.abs().amax(-1, keepdim=True))
+        rounding = ROUNDING * sizes(exact)
         for number, trial in enumerate(trials):
             if beyond[number] <= errors:
                 ends = engine.ends(part, trial)

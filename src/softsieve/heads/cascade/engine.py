@@ -25,8 +25,6 @@ from softsieve.heads.engine import Answer, Ends, Engine, Layer, Promise, State, 
 from softsieve.heads.exact import Exact
 from softsieve.heads.watching import WeightChanged, changed_rows, list_rows, refuse_changes
 
-ROUNDING = 1e-5  # relative to the largest end, that upper ends may be exceeded by
-
 
 class Cascade(Engine):
     """An index with its weight and what was calibrated. `CpuCascade` and `GpuCascade` answer by it."""
@@ -103,8 +101,8 @@ class Cascade(Engine):
 
     def serves_above(self, threshold: float, batch: int | None, promise: Promise) -> bool:
         fit = self._level(threshold, promise)
-        if fit is None:
-            return self.serves(self.largest_k(), batch, promise)
+        if fit is None:  # upper ends serve, where a k gives them; nobody measured whether they are faster
+            return batch is None and self._calibrated(self.largest_k()) is not None
         return (batch is None or batch <= fit.batch) and math.isfinite(fit.width)
 
     def above(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
@@ -120,7 +118,7 @@ class Cascade(Engine):
         ends, layer = self.upper_ends(queries, promise), self.layer
         if ends is None:
             return layer.above(queries, threshold)
-        slack = ROUNDING * (1 + ends.logits.abs().amax(-1, keepdim=True))  # what the ends were calibrated up to
+        slack = calibration.ROUNDING * calibration.sizes(ends.logits)  # what the ends were calibrated up to
         candidates = ends.logits + slack > threshold
         few = ends.answered & (SHARE * candidates.sum(-1) <= len(layer.weight))
         query, row = (candidates & few[:, None]).nonzero(as_tuple=True)
@@ -297,6 +295,8 @@ class Cascade(Engine):
             for name, values in fields.items():
                 k = int(name)
                 fit = fits.from_file(values, k=k, rows=len(layer.weight), previews=previews, tiers=tiers)
+                if not math.isinf(fit.level):
+                    raise ValueError(f"calibrations.{name}: level: expected none, found {fit.level!r}")
                 (engine.calibrations if bool(values["capacity"]) == cls.on_gpu else engine.elsewhere)[k] = fit
         for name, values in settings.pop("levels", {}).items():
             fit = fits.from_file(values, k=0, rows=len(layer.weight), previews=previews, tiers=tiers)
