@@ -37,10 +37,13 @@ ONLY_READ = {
     "results/clinc150-minilm.md": "a record: a GPU, a pretrained encoder, CLINC150",
     "results/clinc150-mpnet.md": "a record: a GPU, a pretrained encoder, CLINC150",
     "results/conll2003-minilm.md": "a record: a GPU, a pretrained encoder, CoNLL-2003",
+    "results/eurlex57k.md": "a record: hours, EURLEX57K",
     "results/eurosat.md": "a record: hours, EuroSAT",
     "results/fsdd.md": "a record: hours, the spoken digits",
     "results/multilabel.md": "a record: hours, Reuters and GoEmotions",
     "results/sighan15.md": "a record: hours, SIGHAN 2015",
+    "results/skipping.md": "a record: hours, four data sets",
+    "results/skipping-times.md": "a record: three data sets",
     "results/sst5-minilm.md": "a record: a GPU, a pretrained encoder, SST-5",
     "results/sst5-mpnet.md": "a record: a GPU, a pretrained encoder, SST-5",
 }
