@@ -201,7 +201,7 @@ class AdaptiveSoftmax(Fitted):
         - ``guarantee="pac"`` with ``method="cascade"``: intervals that hold for every weight and query;
         - everything else, and queries unlike the sample: the exact product, some rows at a time.
 
-        ``method="auto"`` takes the exact product when nothing is calibrated or it was measured to be faster.
+        ``method="auto"`` takes the exact product unless a threshold was calibrated for and measured to be faster.
 
         Args:
             x: queries, (..., d), of any floating-point dtype.
