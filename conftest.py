@@ -30,11 +30,11 @@ settings.load_profile("softsieve")
 MARKED = {
     "browser": r"test_report_browser|docs/test_site",
     "compiles": r"triton|compile|cascade|dithered|README\.md|AdaptiveSoftmax|test_code_blocks|tests/golden/"
-    r"|heads/test_(biases|changed|drift|engines|index|logits|modes|old_files|sampling)"
+    r"|integrations/test_onnx|heads/test_(biases|changed|drift|engines|index|logits|modes|old_files|sampling)"
     r"|integrations/test_(adaptive|distributed|generation|hidden)|cli/test_(demo|doctor|generate|head)"
     r"|comparisons/test_heads|experiments/test_(language|logistic|perplexity)|test_head_scaling",
     "statistics": r"heads/test_(calibration|guarantees)|test_bad_inputs|tests/experiments/|tests/benchmarks/"
-    r"|cli/test_(predict|train)|comparisons/test_losses|integrations/test_(lightning|transformers)"
+    r"|cli/test_(predict|train)|comparisons/test_losses|integrations/test_(causal_trainers|lightning|transformers)"
     r"|training/test_(infobatch|loop)|test_reads_less_where|test_a_generator_decides",
     "subprocess": r"distributed|resume|two_processes|test_hashes_are_the_same|tests/rough/|test_public_names",
 }

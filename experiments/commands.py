@@ -11,12 +11,14 @@ import typer
 from experiments import training_commands
 from experiments.command_parts import results_option, say
 from experiments.item_commands import next_item
+from experiments.lm_commands import lm_finetune
 from softsieve._progress import ProgressCallback
 from softsieve.cli.head_bench import Delta, Eps, Seed
 from softsieve.cli.progress import quiet_hugging_face, watched
+from softsieve.cli.script import App
 from softsieve.comparisons.output import beside, write_results
 
-app = typer.Typer(help="The evidence for AdaptiveSoftmax and AS-Softmax, one command each.", no_args_is_help=True)
+app = App(help="The evidence for AdaptiveSoftmax and AS-Softmax, one command each.", no_args_is_help=True)
 
 HeadFile = Annotated[Path | None, typer.Option(help="a file of `softsieve head extract`, beside the made-up data")]
 QueriesFile = Annotated[Path | None, typer.Option(help="file of its hidden states, if that is another")]
@@ -262,5 +264,5 @@ def perplexity(
     say(out, shown, more=[".json"])
 
 
-for command in (*training_commands.COMMANDS, next_item):
+for command in (*training_commands.COMMANDS, next_item, lm_finetune):
     app.command(command.__name__.replace("_", "-"))(command)

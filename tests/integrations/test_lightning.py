@@ -351,3 +351,31 @@ class Note(pl.Callback):
         skip = next(callback for callback in trainer.callbacks if isinstance(callback, SkipCallback))  # type: ignore[attr-defined]
         seen = {"windows": pl_module.windows, "visited": dict(pl_module.visited), "plan": skip.solved.next_epoch()}
         torch.save(seen, self.folder / f"{trainer.global_rank}.pt")
+
+
+def test_the_margin_of_a_language_model_that_trains_without_logits() -> None:
+    pytest.importorskip("transformers")
+    from softsieve.integrations.causal_loss import accelerate_loss
+    from tests.integrations.architectures import make
+
+    class Language(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make("Llama")
+            self.loss = accelerate_loss(self.model, delta=0.1)
+            self.deltas: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.deltas.append(self.loss.delta)
+            loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows_of_tokens: Any = torch.arange(3, 35).view(8, 4)
+    module, loader = Language(), DataLoader[Tensor](rows_of_tokens, batch_size=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    callback = DeltaCallback(0.2, initial_delta=1.0, ratio=0.5)
+    pl.Trainer(max_epochs=1, callbacks=[callback], enable_model_summary=False, **quiet).fit(module, loader)  # type: ignore[arg-type]
+    assert module.deltas == pytest.approx([1.0, 0.6, 0.2, 0.2])

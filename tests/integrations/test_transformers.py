@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,30 @@ def test_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
         torch.testing.assert_close(weights(resumed.model), weights(whole.model), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("skip", [{}, None])
+def test_the_bar_comes_to_its_end_and_the_log_tells_what_is_solved(tmp_path: Path, skip: dict[str, Any] | None) -> None:
+    class Watch(transformers.TrainerCallback):
+        bar: Any = None
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            callbacks = made.callback_handler.callbacks
+            Watch.bar = next(one for one in callbacks if isinstance(one, transformers.ProgressCallback)).training_bar
+
+    options = ASOptions(skip=skip, speed=ASSpeed(max_steps=2))
+    data = easy(ROWS, ambiguous=4)
+    settings: dict[str, Any] = {"disable_tqdm": False, "logging_steps": 1, "callbacks": [Watch]}
+    made = trainer(tmp_path, data, bert(), options, **settings)
+    made.train()
+    assert made.state.global_step < Watch.bar.total
+    assert Watch.bar.n == Watch.bar.total == 6 * ROWS // 4
+    lines = [line for line in made.state.log_history if "loss" in line]
+    assert all(0 <= line["solved"] <= 1 for line in lines)
+    assert lines[0]["solved"] < 0.3 < lines[-1]["solved"]
+    if skip is not None:
+        assert made._sampler is not None
+        assert lines[-1]["solved"] == float(made._sampler.solved.double().mean())
+
+
 @pytest.mark.parametrize("kind", ["list", "datasets"])
 def test_skipping_leaves_out_columns_the_model_does_not_know(tmp_path: Path, kind: str) -> None:
     rows: Any = [{**row, "text": "not for the model"} for row in easy().rows]
@@ -469,3 +494,59 @@ def test_two_processes(tmp_path: Path) -> None:
     assert first["steps"] == second["steps"] < 6 * ROWS / 8
     assert first["epoch"] == second["epoch"] == 6
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------------
+
+
+def write_vocabulary(folder: Path) -> Any:
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcde"]) + "\n")
+    return import_module("transformers").BertTokenizerFast(str(folder / "vocab.txt"))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_saved_folder_loads_in_transformers_with_the_names_of_the_labels(tmp_path: Path, several: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    tokenizer = write_vocabulary(tmp_path / "tokenizer")
+    names = ["no", "maybe", "yes", "never"]
+    label = datasets.ClassLabel(names=names)
+    if several:
+        rows = {"text": ["a b", "c"], "labels": [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]}
+        data = datasets.Dataset.from_dict(rows)
+    else:
+        rows = {"text": ["a b", "c"], "label": ["yes", "no"]}
+        data = datasets.Dataset.from_dict(rows).cast_column("label", label)
+    data = data.map(lambda row: tokenizer(row["text"], padding="max_length", max_length=6))
+    model = bert()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), num_train_epochs=1, save_strategy="no", report_to="none", use_cpu=True
+    )
+    made = ASTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "saved"))
+    pipe: Any = transformers.pipeline("text-classification", str(tmp_path / "saved"), top_k=None)
+    scores = {one["label"]: one["score"] for one in pipe(["a b"])[0]}
+    inputs = tokenizer(["a b"], return_tensors="pt")
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits[0]
+        torch.testing.assert_close(loaded(**inputs).logits[0], logits)
+    if several:
+        assert list(scores.values()) == pytest.approx(sorted(logits.sigmoid().tolist(), reverse=True), abs=1e-6)
+    else:
+        assert scores == pytest.approx(dict(zip(names, logits.softmax(-1).tolist(), strict=True)), abs=1e-6)
+
+
+def test_names_that_a_model_has_stay(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from softsieve.integrations.label_names import name_labels
+
+    own: Any = bert(id2label={0: "a", 1: "b", 2: "c", 3: "d"}, num_labels=4)
+    features = {"label": SimpleNamespace(names=["1", "2", "3", "4"])}
+    name_labels(own, SimpleNamespace(features=features))
+    assert own.config.id2label[0] == "a"
+    other: Any = bert()
+    name_labels(other, SimpleNamespace(features={"label": SimpleNamespace(names=["1", "2"])}))
+    assert other.config.id2label[0] == "LABEL_0"

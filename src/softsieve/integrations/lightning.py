@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from softsieve.errors import InputError
+from softsieve.integrations.causal_loss import ModelForward
 from softsieve.losses.linear import LinearASCrossEntropyLoss
 from softsieve.losses.modules import ASCrossEntropyLoss, ASMultiLabelLoss, LinearASMultiLabelLoss
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax
@@ -50,6 +51,8 @@ def _catch_up(trainer: Trainer, batch_idx: int, steps: float) -> None:
 class DeltaCallback(Callback):
     """Brings the margin of the AS losses in the module down from ``initial_delta`` to ``delta``.
 
+    Also that of a language model which trains by `accelerate_loss`.
+
     Args:
         delta: margin at the end; None: 0.7 for a multi-label loss against the threshold, 0.1 for others.
         initial_delta: margin at the start; 1 is plain softmax.
@@ -68,7 +71,13 @@ class DeltaCallback(Callback):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.losses = [m for m in pl_module.modules() if isinstance(m, LOSSES)]
+        self.losses: list[Any] = []
+        for module in pl_module.modules():
+            forward = vars(module).get("forward")
+            if isinstance(module, LOSSES):
+                self.losses.append(module)
+            elif isinstance(forward, ModelForward):  # by `accelerate_loss`
+                self.losses.append(forward.loss)
         if not self.losses:
             raise InputError("DeltaCallback: expected an AS loss among the modules of the model, found none")
         if trainer.max_steps == -1 and trainer.max_epochs == -1:

@@ -25,13 +25,13 @@ def plain_layer(model: Any) -> Any:
         layer = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         layer = None
-    instead = None if layer is None else _describe_instead(layer)
+    instead = None if layer is None else describe_instead(layer)
     if instead is not None:
         raise InputError(f"model: expected an output layer whose rows can be read one by one, found {instead}")
     return output_layer(model)
 
 
-def _describe_instead(layer: Any) -> str | None:
+def describe_instead(layer: Any) -> str | None:
     """What there is instead of a plain weight; None when that is there."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):

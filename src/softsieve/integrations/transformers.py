@@ -23,10 +23,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
 
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
+from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, restore_loss
+from softsieve.integrations.causal_trainer import ASLossCallback, by_sequence, is_language_model, logged, loss_in
+from softsieve.integrations.causal_trl import token_log_probs
+from softsieve.integrations.label_names import mark_multilabel, name_labels
+from softsieve.integrations.lazy_logits import LazyLogits
 from softsieve.losses.multilabel import RULES
 from softsieve.losses.objectives import ASSoftmax, MultiLabelASSoftmax, Objective
 from softsieve.losses.schedule import DeltaSchedule
@@ -35,7 +41,8 @@ from softsieve.training.sampler import SolvedSampler
 from softsieve.training.speed import ASSpeed
 
 __all__ = [
-    "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "accelerate_head", "collect_queries", "restore_head",
+    "ASLossCallback", "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "CausalLoss", "LazyLogits",
+    "accelerate_head", "accelerate_loss", "collect_queries", "restore_head", "restore_loss", "token_log_probs",
 ]  # fmt: skip
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
@@ -89,10 +96,17 @@ class ASTrainerMixin(Trainer):
     For models that return logits: sequence, image and audio classification (labels ``(rows,)``), token classification
     (labels ``(rows, positions)``, -100 ignored) and multi-label (labels of the shape of the logits). The loss is the
     mean over the counted labels of a whole accumulation window, on all devices unless
-    ``average_tokens_across_devices=False``. Evaluation reports it at the final margin.
+    ``average_tokens_across_devices=False``. Evaluation reports it at the final margin. A model without names of labels
+    is given those of a `datasets.Dataset`, so that `pipeline` says them of what is saved.
+
+    A language model trains by `accelerate_loss`, without logits. Its evaluation reports the plain cross-entropy, also
+    without logits, and ``compute_metrics`` gets predicted tokens (logits with ``preprocess_logits_for_metrics``). The
+    log has ``token_accuracy``, ``solved``, ``lse`` and ``margin``, means over tokens.
 
     With AS-Speed or skipping, training still goes on for ``num_train_epochs`` (or ``max_steps`` nominal steps), while
     ``state.global_step`` and the steps of logging, saving and evaluation count the fewer optimizer steps really made.
+    The bar goes by nominal steps, and the log has the share of ``solved`` rows: with skipping of all rows when last
+    seen, else of those since the line before.
     Checkpoints hold all it takes to go on in the middle of an epoch; of several processes, only what the first of them
     saw of solved rows since the epoch began.
 
@@ -112,10 +126,17 @@ class ASTrainerMixin(Trainer):
         if as_options is not None and not isinstance(as_options, ASOptions):
             raise TypeError(f"as_options: expected ASOptions, found {type(as_options).__name__}")
         super().__init__(*args, **kwargs)
+        name_labels(self.model, self.train_dataset)
         self.as_options = as_options or ASOptions()
         self._adapts = self.as_options.speed is not None or self.as_options.skip is not None
         self._check_settings()
-        self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
+        self._language = is_language_model(self.model)
+        if self._language and self.args.n_gpu > 1:
+            raise InputError("n_gpu: expected one GPU a process, found DataParallel, whose copies cannot be followed")
+        if self._language:
+            loss_in(self.model, self.as_options.schedule(1).final)
+        else:
+            self.model_accepts_loss_kwargs = True  # so that `compute_loss` is told num_items_in_batch
         self._delta: float | None = None  # of the latest loss in training
         self._step: int | None = None  # the nominal step under way
         self._speed: ASSpeed | None = None
@@ -124,8 +145,11 @@ class ASTrainerMixin(Trainer):
         self._epoch = self._batches = 0  # whole epochs done, and micro-batches in the one under way
         self._early: list[Any] = []  # micro-batches of this window that the Trainer's loop does not see
         self._seen = torch.zeros(2, dtype=torch.long, device=self.args.device)  # labels solved and counted in it
+        self._unlogged = torch.zeros_like(self._seen)  # and since the latest line of the log
         if self._adapts:
-            self.callback_handler.callbacks.insert(0, _Notify(self))  # the others should see its state.epoch
+            callbacks = self.callback_handler.callbacks
+            callbacks[:] = [_NominalBar(self) if type(one) is ProgressCallback else one for one in callbacks]
+            callbacks.insert(0, _Notify(self))  # the others should see its state.epoch
 
     def _check_settings(self) -> None:
         options, data = self.as_options, self.train_dataset
@@ -147,10 +171,14 @@ class ASTrainerMixin(Trainer):
     ) -> Any:  # fmt: skip
         if "labels" not in inputs:
             raise InputError(f"labels: expected in every batch, found only {', '.join(inputs)}")
+        if self._language:
+            return self._language_loss(model, inputs, return_outputs, num_items_in_batch)
         labels: Tensor = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", INDEX)})
         logits: Tensor = (outputs["logits"] if isinstance(outputs, dict) else outputs[0]).float()
         multilabel = labels.shape == logits.shape
+        if multilabel:
+            mark_multilabel(self.model)
         objective = self._objective(multilabel=multilabel, training=model.training)
         if labels.shape == logits.shape[:-1]:  # flat: as many positions as classes are nothing to warn of
             loss, solved, margin = objective(logits.flatten(0, -2), labels.flatten())
@@ -172,6 +200,49 @@ class ASTrainerMixin(Trainer):
             return loss, outputs if isinstance(outputs, dict) else (loss, *outputs)
         return loss
 
+    def _language_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any) -> Any:
+        """The model's own loss without logits, at the margin of the step under way; cross-entropy in evaluation."""
+        loss, schedule = loss_in(model, 1.0), self.as_options.schedule(self._total)
+        loss.delta = schedule.final
+        if model.training and self._step is not None:
+            loss.delta = self._delta = schedule(self._step)
+        loss.evaluates = self.preprocess_logits_for_metrics is None
+        try:
+            given = {name: value for name, value in inputs.items() if name != INDEX}
+            found = Trainer.compute_loss(self, model, given, return_outputs, items)
+        finally:
+            loss.evaluates = False
+        if model.training and self._adapts:
+            self._take_note(inputs, *by_sequence(loss, len(inputs["labels"])))
+        return found
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does."""
+        if not self._language or "labels" not in inputs or self.preprocess_logits_for_metrics is not None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            tokens = None if prediction_loss_only else outputs["logits"].argmax(-1)
+        return loss.detach().mean(), tokens, None if prediction_loss_only else inputs["labels"]
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if self._language:
+            evaluated = [name for name in logs if name.endswith("_loss") and name != "train_loss"]
+            if "loss" in logs or evaluated:
+                start = "" if "loss" in logs else evaluated[0].removesuffix("loss")
+                loss = loss_in(self.model, 1.0)
+                logs.update(logged(loss, self.accelerator, training=not start, start=start))
+        elif "loss" in logs:  # of training
+            solved, counted = self.accelerator.reduce(self._unlogged, "sum").tolist()
+            self._unlogged = torch.zeros_like(self._unlogged)
+            if self._sampler is not None or counted > 0:
+                known = None if self._sampler is None else self._sampler.solved.double().mean()
+                logs["solved"] = solved / counted if known is None else float(known)
+        super().log(logs, *args, **options)
+
     def _objective(self, *, multilabel: bool, training: bool) -> Objective:
         """The loss at the margin of the step under way; at the final one when there is none, as in evaluation."""
         schedule = self.as_options.schedule(self._total, multilabel=multilabel)
@@ -183,7 +254,8 @@ class ASTrainerMixin(Trainer):
         return ASSoftmax(delta=delta, reduction="sum")
 
     def _take_note(self, inputs: dict[str, Any], solved: Tensor, margin: Tensor, counted: Tensor) -> None:
-        self._seen = self._seen + torch.stack([solved.sum(), counted.sum()])
+        both = torch.stack([solved.sum(), counted.sum()])
+        self._seen, self._unlogged = self._seen + both, self._unlogged + both
         if self._sampler is not None:  # a row of tokens leads as its worst counted token does
             worst = margin.masked_fill(~counted, 1.0).reshape(len(margin), -1).amin(1)
             self._sampler.update(inputs[INDEX], worst, delta=self._delta)
@@ -332,6 +404,21 @@ class _Notify(TrainerCallback):
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self.trainer._end_epoch()
+
+
+class _NominalBar(ProgressCallback):
+    """The Trainer's bar by nominal steps, which come to their total however few are made."""
+
+    def __init__(self, trainer: ASTrainerMixin) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        bar: Any = self.training_bar
+        if state.is_world_process_zero and bar is not None:
+            step = self.trainer._nominal_step()
+            bar.update(step - self.current_step)
+            self.current_step = step
 
 
 class _Indexed(Dataset[Any]):

@@ -156,11 +156,12 @@ def linear_as_cross_entropy(
 def compute(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, delta: float | Tensor, ignore_index: int,
     reduction: str, class_weight: Tensor | None, row_weight: Tensor | None, softcap: float | None, backend: str,
-    group: Any, return_stats: bool, stepper: Stepper | None = None,
+    group: Any, return_stats: bool, stepper: Stepper | None = None, loss_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     """`linear_as_cross_entropy`, whose backward pass gives the gradient of the weight to a ``stepper``, if any.
 
-    That stands for a layer which computes in the dtype of its weight, also under autocast.
+    That stands for a layer which computes in the dtype of its weight, also under autocast. A ``loss_dtype`` is that of
+    the loss where it is not to be rounded to the dtype of the states.
     """
     dtype = _checks.states(hidden)
     if stepper is not None:
@@ -185,7 +186,7 @@ def compute(
     rows = hidden.reshape(-1, hidden.shape[-1])
     loss, stats = _compute(rows, weight, bias, targets, options, return_stats, stepper)
     if not torch.is_autocast_enabled(kind):
-        loss = loss.to(dtype)
+        loss = loss.to(dtype if loss_dtype is None else loss_dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))

@@ -1,0 +1,250 @@
+"""A language model fine-tuned on a text with its logits and without them: cost of a step, loss curve, held-out text."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softsieve._progress import ProgressCallback, no_progress
+from softsieve.comparisons.output import new_figure
+from softsieve.errors import InputError
+from softsieve.integrations.causal_loss import accelerate_loss, restore_loss
+
+RIVALS = {"Liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
+HELD_OUT = 0.1  # share of the text, its end
+SMOOTH = 5  # steps that a curve is the mean of
+
+
+class Way(NamedTuple):
+    """How a model is trained: with its logits (``delta`` None), compiled or not, or without them."""
+
+    name: str
+    delta: float | None = None
+    compiled: bool = False
+
+
+def autocast(model: Any, precision: str) -> torch.autocast:
+    """Products in ``precision``, with weights that stay in float32."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+class Windows(NamedTuple):
+    """A text as rows of tokens: what is trained on, in order, and what is held out."""
+
+    training: Tensor  # (steps, rows, length)
+    held_out: Tensor  # (rows, length)
+
+
+def ways(deltas: Sequence[float], compiled: bool) -> list[Way]:
+    """All that are trained or timed: dense, compiled, and ours."""
+    ours = [Way(f"ours, delta {delta:g}", delta) for delta in deltas]
+    return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *ours]
+
+
+def left_out() -> dict[str, str]:
+    """Rivals that cannot be measured here, with the reason."""
+    reasons = {}
+    for name, package in RIVALS.items():
+        if not torch.cuda.is_available():
+            reasons[name] = "needs a GPU"
+        elif importlib.util.find_spec(package) is None:
+            reasons[name] = f"{package} is not installed"
+    return reasons
+
+
+def cut(tokens: Tensor, *, steps: int, batch: int, length: int, held_out: int, seed: int) -> Windows:
+    """Windows of a text: for training drawn at random from its beginning, held out are those of its end.
+
+    Raises:
+        InputError: for a text that is too short.
+    """
+    border = int(len(tokens) * (1 - HELD_OUT))
+    if border < 2 * length or len(tokens) - border < held_out * length:
+        raise InputError(f"text: expected {max(10 * held_out, 3) * length} tokens at least, found {len(tokens)}")
+    draw = torch.Generator().manual_seed(seed)
+    starts = torch.randint(border - length, (steps, batch, 1), generator=draw)
+    later = tokens[border : border + held_out * length].view(held_out, length)
+    return Windows(tokens[starts + torch.arange(length)], later)
+
+
+class Peak:
+    """The most memory in use while it lasts, above what was in use before: that of a GPU, else of the process."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.mb = device, 0.0
+        self._most, self._over = 0.0, threading.Event()
+
+    @staticmethod
+    def _resident() -> float:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * 4096 / 1e6
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self._most = max(self._most, self._resident())
+
+    def __enter__(self) -> Peak:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated() / 1e6
+            return self
+        self._before = self._most = self._resident()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self._most = torch.cuda.max_memory_allocated() / 1e6
+        else:
+            self._over.set()
+            self._thread.join()
+        self.mb = self._most - self._before
+
+
+def cost(
+    model: Any,
+    chosen: Sequence[Way],
+    windows: Windows,
+    *,
+    rounds: int,
+    precision: str,
+    progress: ProgressCallback = no_progress,
+) -> dict[str, dict[str, float]]:
+    """Seconds and MB of forward and backward pass of each way, in turn, on one model: medians over the rounds."""
+    model.train()
+    device = model.device.type
+    found: dict[str, dict[str, list[float]]] = {way.name: {"seconds": [], "mb": []} for way in chosen}
+    compiled: Any = None
+    for number in range(rounds + 1):  # the first is to warm up
+        batch = windows.training[number % len(windows.training)].to(model.device)
+        for way in chosen:
+            called = model
+            if way.compiled:
+                compiled = called = torch.compile(model) if compiled is None else compiled
+            if way.delta is not None:
+                accelerate_loss(model, way.delta)
+            try:
+                model.zero_grad(set_to_none=False)
+                with Peak(device) as peak:
+                    start = time.perf_counter()
+                    with autocast(model, precision):
+                        loss = called(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    if device == "cuda":
+                        torch.cuda.synchronize()
+                    seconds = time.perf_counter() - start
+            finally:
+                if way.delta is not None:
+                    restore_loss(model)
+            if number > 0:
+                found[way.name]["seconds"].append(seconds)
+                found[way.name]["mb"].append(peak.mb)
+            progress(f"cost, {way.name}", 0.5 / (len(chosen) * (rounds + 1)))
+    return {name: {key: statistics.median(values) for key, values in each.items()} for name, each in found.items()}
+
+
+@torch.no_grad()
+def judge(model: Any, rows: Tensor, batch: int, precision: str) -> dict[str, float]:
+    """Perplexity and next-token accuracy of held-out rows."""
+    loss = accelerate_loss(model, 1.0, evaluate=True)
+    model.eval()
+    try:
+        total = tokens = 0.0
+        for some in torch.split(rows, batch):
+            ids = some.to(model.device)
+            count = ids.numel() - len(ids)
+            with autocast(model, precision):
+                total += float(model(input_ids=ids, labels=ids).loss) * count
+            tokens += count
+        return {"perplexity": math.exp(total / tokens), "accuracy": loss.summary(training=False)["token_accuracy"]}
+    finally:
+        restore_loss(model)
+
+
+def train(
+    start: Any,
+    way: Way,
+    windows: Windows,
+    *,
+    rate: float,
+    precision: str,
+    progress: ProgressCallback = no_progress,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Fine-tune a copy of a model with AdamW: what the held-out text says after, and the curve of its loss."""
+    model = copy.deepcopy(start).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    loss = None if way.delta is None else accelerate_loss(model, way.delta)
+    curve: list[dict[str, Any]] = []
+    for step, batch in enumerate(windows.training):
+        ids = batch.to(model.device)
+        with autocast(model, precision):
+            outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        entry: dict[str, Any] = {"way": way.name, "step": step + 1, "loss": float(outputs.loss.detach())}
+        seen = {} if loss is None else loss.summary()
+        curve.append({**entry, "solved": seen.get("solved"), "token_accuracy": seen.get("token_accuracy")})
+        progress(f"training, {way.name}", 1 / len(windows.training))
+    if loss is not None:
+        restore_loss(model)
+    return judge(model, windows.held_out, windows.training.shape[1], precision), curve
+
+
+def measure(
+    model: Any, windows: Windows, *, deltas: Sequence[float], compiled: bool, rounds: int, rate: float, precision: str,
+    progress: ProgressCallback = no_progress,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
+    """A row for each way, with the model before training first, and the points of all curves."""
+    chosen = ways(deltas, compiled)
+    costs = cost(model, chosen, windows, rounds=rounds, precision=precision, progress=progress)
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    before = judge(model, windows.held_out, windows.training.shape[1], precision)
+    empty = {"delta": None, "seconds": None, "ratio": None, "mb": None, "loss": None, "solved": None}
+    rows: list[dict[str, Any]] = [{"way": "before", **empty, **before}]
+    curves: list[dict[str, Any]] = []
+    trained = [way for way in chosen if not way.compiled]
+    for way in chosen:
+        each = costs[way.name]
+        row: dict[str, Any] = {"way": way.name, "delta": way.delta, "seconds": each["seconds"]}
+        row |= {"ratio": each["seconds"] / costs["dense"]["seconds"], "mb": each["mb"]}
+        if way.compiled:  # the dense loss again
+            rows.append({**row, "loss": None, "solved": None, "perplexity": None, "accuracy": None})
+            continue
+        share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(trained))  # noqa: E731
+        after, curve = train(model, way, windows, rate=rate, precision=precision, progress=share)
+        last = curve[-10:]
+        solved = [point["solved"] for point in last if point["solved"] is not None]
+        row["loss"] = statistics.fmean(point["loss"] for point in last)
+        row["solved"] = statistics.fmean(solved) if solved else None
+        rows.append({**row, **after})
+        curves += curve
+    return rows, curves
+
+
+def draw(curves: Sequence[dict[str, Any]]) -> Any:
+    """Curves of loss and of the solved share."""
+    figure = new_figure(9, 3.5)
+    for panel, field in zip(figure.subplots(1, 2), ("loss", "solved"), strict=True):
+        for name in dict.fromkeys(point["way"] for point in curves):
+            points = [point[field] for point in curves if point["way"] == name and point[field] is not None]
+            means = [statistics.fmean(points[i : i + SMOOTH]) for i in range(0, len(points), SMOOTH)]
+            if means:
+                panel.plot([SMOOTH * (i + 1) for i in range(len(means))], means, label=name)
+        panel.set(xlabel="step", ylabel="training loss" if field == "loss" else "solved share")
+    figure.axes[0].legend(fontsize="small")
+    return figure

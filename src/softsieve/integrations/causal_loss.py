@@ -1,0 +1,385 @@
+"""Language models of Hugging Face whose training loss needs no logits: `accelerate_loss` and `restore_loss`.
+
+Two methods of the model's instance are replaced, its ``forward`` and that of its output layer. While it trains with
+labels the layer hands back `LazyLogits`, on which the model's own code computes its own loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softsieve import _checks
+from softsieve.errors import InputError, first_line
+from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, layer_of, own_loss, probe
+from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.lazy_logits import After, LazyLogits, Product
+from softsieve.losses.linear import LinearASStats, check_options, compute
+
+WEIGHTS = "token_weights"  # of a batch: one for each label
+
+
+class CausalLoss:
+    """How a model's loss is computed by `accelerate_loss`, and what the latest batches were like.
+
+    Attributes:
+        delta: margin of the loss in training, in [0, 1]; may be changed at any time. In evaluation it is 1.
+        evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a `LazyLogits`
+            there, too.
+        stats: `LinearASStats` of the latest batch, one entry for each label as the loss got them.
+        counted: which of these labels were not ignored.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        >>> loss = accelerate_loss(model, delta=0.1)
+        >>> tokens = torch.arange(6)[None]
+        >>> model.train()(input_ids=tokens, labels=tokens).loss.backward()
+        >>> loss.summary()["tokens"]
+        5
+    """
+
+    def __init__(self, delta: float, backend: str) -> None:
+        self.delta, self.backend = delta, backend
+        self.evaluates = False
+        self.stats: LinearASStats | None = None
+        self.counted: Tensor | None = None
+        self.collecting = False  # whether the layer hands back lazy logits
+        self.training = True
+        self.weighed: tuple[Tensor, Tensor] | None = None  # labels and their weights, of the batch under way
+        self.shift: str | None = None  # how the model's code shifts labels, once that is known
+        self.calls = 0  # losses so far
+        self._totals: dict[bool, Tensor] = {}  # tokens, right, solved, lse, margin: in training and in evaluation
+
+    def judge(
+        self, logits: LazyLogits, target: Tensor, *, weight: Tensor | None, ignore_index: int, reduction: str
+    ) -> Tensor:
+        """The loss of these logits, in place of `F.cross_entropy`."""
+        if target.shape != logits.shape[:-1]:
+            raise InputError(
+                f"labels: expected one for each of the {logits.shape[:-1].numel()} positions of the logits, "
+                f"found {target.numel()}"
+            )
+        delta = self.delta if self.training else 1.0
+        row_weight = None if self.weighed is None else self._weights_of(target, ignore_index)
+
+        def work(product: Product) -> Any:
+            return compute(
+                product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
+                reduction=reduction, class_weight=weight, row_weight=row_weight, softcap=product.softcap,
+                backend=self.backend, group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+            )  # fmt: skip
+
+        loss, stats = logits.judged(work)
+        self.calls += 1
+        self._note(stats, target != ignore_index)
+        return loss  # type: ignore[no-any-return]
+
+    def log_probs(self, logits: LazyLogits, target: Tensor, *, delta: float = 1.0, ignore_index: int = -100) -> Tensor:
+        """Of each label, differentiable; 0 where it is ignored. With a delta below 1 minus the loss of each."""
+
+        def work(product: Product) -> Any:
+            return compute(
+                product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
+                reduction="none", class_weight=None, row_weight=None, softcap=product.softcap, backend=self.backend,
+                group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+            )  # fmt: skip
+
+        loss, stats = logits.judged(work)
+        self.calls += 1
+        self._note(stats, target != ignore_index)
+        return -loss  # type: ignore[no-any-return]
+
+    def _note(self, stats: LinearASStats, counted: Tensor) -> None:
+        self.stats, self.counted = stats, counted
+        parts = (counted, stats.right, stats.solved, stats.lse, stats.margin.clamp_min(0))
+        sums = torch.stack([part.sum(dtype=torch.float64).detach() for part in parts])
+        before = self._totals.get(self.training)
+        self._totals[self.training] = sums if before is None else before + sums
+
+    def totals(self, *, training: bool = True) -> Tensor:
+        """Sums over the labels since the last call: how many, right, solved, log Z and margins above 0."""
+        return self._totals.pop(training, torch.zeros(5, dtype=torch.float64))
+
+    def summary(self, totals: Tensor | None = None, *, training: bool = True) -> dict[str, float]:
+        """What the batches since the last call were like, or those that some `totals` are of.
+
+        Args:
+            totals: of several processes together; None: this one's.
+            training: whether the batches of training are meant, or those of evaluation.
+
+        Returns:
+            ``tokens`` that counted, ``token_accuracy`` (the share whose label has the largest logit), ``solved`` (the
+            share that leads by the margin, whose gradient is 0), mean ``lse`` (log Z) and mean ``margin`` (0 where
+            another token leads). Only ``tokens`` when there were none.
+        """
+        sums = self.totals(training=training) if totals is None else totals
+        count, right, solved, lse, margin = sums.tolist()
+        if count == 0:
+            return {"tokens": 0}
+        means = {"token_accuracy": right, "solved": solved, "lse": lse, "margin": margin}
+        return {"tokens": int(count), **{name: value / count for name, value in means.items()}}
+
+    def _weights_of(self, target: Tensor, ignore_index: int) -> Tensor:
+        """The weights of the batch, shifted as the model's code has shifted its labels."""
+        labels, weights = self.weighed  # type: ignore[misc]
+        ways: dict[str, Callable[[Tensor, float], Tensor]] = {
+            "padded": lambda value, fill: F.pad(value, (0, 1), value=fill)[..., 1:],
+            "cut": lambda value, fill: value[..., 1:],
+            "none": lambda value, fill: value,
+        }
+        if self.shift is None:
+            for way, shifted in ways.items():
+                moved = shifted(labels, ignore_index).flatten()
+                if moved.shape == target.flatten().shape and bool((moved == target.flatten()).all()):
+                    self.shift = way
+        if self.shift is None:
+            raise InputError(f"{WEIGHTS}: expected a model that shifts its labels by one or not at all, found another")
+        return ways[self.shift](weights, 0.0).reshape(target.shape)
+
+    @contextmanager
+    def collect(self, *, training: bool, weighed: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """While this lasts, the output layer hands back lazy logits."""
+        self.collecting, self.training, self.weighed = True, training, weighed
+        try:
+            yield
+        finally:
+            self.collecting, self.weighed = False, None
+
+
+def _loss_dtype(logits: LazyLogits) -> torch.dtype:
+    """That of the dense loss, which models compute in float32."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+class ModelForward:
+    """``forward`` of a model with an accelerated loss; an object, so that a copy of the model calls the copy."""
+
+    def __init__(self, model: Any, loss: CausalLoss) -> None:
+        self.model, self.loss = model, loss
+        self.own = model.__dict__.get("forward")  # what stood there, of another package
+        self.before = self.own or type(model).forward.__get__(model)
+        signature = inspect.signature(self.before)
+        names = [*signature.parameters]
+        self.position = names.index("labels")
+        extra = inspect.Parameter(WEIGHTS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        last = signature.parameters[names[-1]].kind == inspect.Parameter.VAR_KEYWORD
+        parameters = [*signature.parameters.values()]
+        parameters.insert(len(parameters) - last, extra)
+        self.__signature__ = signature.replace(parameters=parameters)
+        self.layer: LayerForward | None = None
+        self.active = True
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        weights = options.pop(WEIGHTS, None)
+        labels = args[self.position] if len(args) > self.position else options.get("labels")
+        loss, training = self.loss, self.model.training
+        if not self.active or labels is None or not (training or loss.evaluates):
+            return self.before(*args, **options)
+        self.follow()
+        weighed = None
+        if weights is not None:
+            _checks.each_row(WEIGHTS, weights, labels)
+            weighed = labels, weights
+        if options.pop("fused_lm_head", False):  # TRL asks for log-probabilities in this way
+            from softsieve.integrations.causal_trl import fused_outputs
+
+            return fused_outputs(self, args, options)
+        with loss.collect(training=training, weighed=weighed):
+            return self.before(*args, **options)
+
+    def follow(self) -> None:
+        """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
+        layer = layer_of(self.model)
+        if self.layer is None or self.layer.layer is not layer:
+            check_adapter(layer) if is_sharded(layer) else check_layer(layer)
+            if self.layer is not None:
+                self.layer.leave()
+            self.layer = LayerForward(layer, self.loss)
+        elif has_lora(own_layer(layer)):
+            check_adapter(layer)
+
+    def leave(self) -> None:
+        self.active = False
+        if self.layer is not None:
+            self.layer.leave()
+        if self.model.__dict__.get("forward") is self:  # else another package has wrapped it, and it passes on
+            del self.model.forward
+            if self.own is not None:
+                self.model.forward = self.own
+
+
+class LayerForward:
+    """``forward`` of an output layer: lazy logits while the model asks for them, else what it was."""
+
+    def __init__(self, layer: Any, loss: CausalLoss) -> None:
+        self.layer, self.loss = layer, loss
+        self.own = layer.__dict__.get("forward")
+        self.before = self.own or type(layer).forward.__get__(layer)
+        layer.forward = self
+
+    def __call__(self, hidden: Tensor, *args: Any, work: Any = None, **options: Any) -> Any:
+        if work is not None:
+            return work(hidden)
+        if not self.loss.collecting:
+            return self.before(hidden, *args, **options)
+        kind = hidden.device.type
+        casts = torch.is_autocast_enabled(kind)
+        inside = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+
+        def run(states: Tensor, after: After, work: Callable[[Product], Any]) -> Any:
+            # Called through the module, so that what shards its weight has it whole in there.
+            def within(states: Tensor) -> Any:
+                with torch.autocast(kind, dtype=inside if casts else None, enabled=casts):
+                    return work(after.of(*as_product(self.layer, states)))
+
+            return self.layer(states, work=within)
+
+        return LazyLogits(hidden, _classes(self.layer), run, self.loss.judge, dtype=inside)
+
+    def leave(self) -> None:
+        if self.layer.__dict__.get("forward") is self:
+            del self.layer.forward
+            if self.own is not None:
+                self.layer.forward = self.own
+
+
+def _classes(layer: Any) -> int:
+    inner = own_layer(layer)
+    return len((inner.get_base_layer() if has_lora(inner) else inner).weight)
+
+
+def inner_model(model: Any) -> Any:
+    """The model of transformers inside one of PEFT, `torch.compile` or a data-parallel wrapper."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def loss_of(model: Any) -> ModelForward | None:
+    """What `accelerate_loss` has put into a model; None when it has not."""
+    forward: Any = inner_model(model).__dict__.get("forward") if isinstance(model, nn.Module) else None
+    for _ in range(8):  # what other packages have wrapped it with
+        if isinstance(forward, ModelForward) or forward is None:
+            return forward
+        forward = _inside(forward)
+    return None
+
+
+def _inside(forward: Any) -> Any:
+    """What a wrapper of ``forward`` calls, where that can be told."""
+    for name in ("__wrapped__", "model_forward", "__func__", "func"):
+        inner = getattr(forward, name, None)
+        if inner is not None and inner is not forward:
+            return inner
+    return None
+
+
+def accelerate_loss(model: Any, delta: float = 0.1, *, backend: str = "auto", evaluate: bool = False) -> CausalLoss:
+    """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
+
+    The model's forward pass stays its own: shifting of labels, ``num_items_in_batch``, scaling and soft-capping of
+    logits, auxiliary losses. Without labels, in evaluation and in ``generate`` it does what it did. A batch may have
+    ``token_weights``, a number for each label. ``outputs.logits`` is a `LazyLogits` while the model trains with labels.
+
+    Works with PEFT (also LoRA on the output layer), `torch.compile`, gradient checkpointing, DDP and FSDP2. On a
+    model that a trainer of TRL has been given, call it after the trainer is made.
+
+    Args:
+        model: a causal or sequence-to-sequence language model of Hugging Face, or one of PEFT.
+        delta: margin in [0, 1]: a token whose probability leads all others by more than it has no gradient.
+        backend: that of `linear_as_cross_entropy`.
+        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either.
+
+    Returns:
+        What may be changed while training, and tells of the batches. The model is left as it was if anything is wrong.
+
+    Raises:
+        InputError: for a model without a linear output layer in memory, on one device, or whose loss another package
+            has replaced; when a few tokens show another loss than the model's own.
+        TypeError, ValueError: for options that there are not.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        >>> tokens = torch.arange(6)[None]
+        >>> dense = model.train()(input_ids=tokens, labels=tokens).loss
+        >>> _ = accelerate_loss(model, delta=1.0)
+        >>> torch.allclose(model(input_ids=tokens, labels=tokens).loss, dense)
+        True
+    """
+    loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend)
+    check_options(-100, "mean", backend)
+    model = inner_model(model)
+    if (before := loss_of(model)) is not None and before.active:
+        raise InputError("model: expected one with its own loss, found an accelerated one: call restore_loss first")
+    check_model(model)
+    dense = own_loss(model)
+    forward = ModelForward(model, loss)
+    model.forward = forward
+    try:
+        forward.follow()
+        if dense is not None:
+            _compare(model, loss, dense)
+    except BaseException:
+        forward.leave()
+        raise
+    loss.evaluates = evaluate
+    return loss
+
+
+def restore_loss(model: Any) -> None:
+    """Give a model its own loss back.
+
+    Raises:
+        InputError: when it has it.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        >>> _ = accelerate_loss(model)
+        >>> restore_loss(model)
+        >>> "forward" in vars(model)
+        False
+    """
+    forward = loss_of(model)
+    if forward is None or not forward.active:
+        raise InputError("model: expected an accelerated loss, found the model's own")
+    forward.leave()
+
+
+@torch.no_grad()
+def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
+    """Refuse a model whose loss comes out differently for a few tokens."""
+    loss.evaluates = True
+    with evaluating(model):
+        try:
+            ours = float(model(**probe(model), return_dict=True).loss)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
+    if loss.calls == 0:
+        raise InputError("model: expected a loss of its output layer's logits, found one of something else")
+    eps = max(torch.finfo(value.dtype).eps for value in model.parameters() if value.is_floating_point())
+    if math.isfinite(dense) and not abs(ours - dense) <= 1000 * eps * max(1.0, abs(dense)):
+        raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
+    loss.totals(training=False)
+    loss.stats = loss.counted = None
+    loss.calls = 0

@@ -1,0 +1,115 @@
+"""The loss without logits in Hugging Face's `Trainer`: what `ASTrainer` does with language models, and a callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from softsieve.errors import InputError
+from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, inner_model, loss_of, restore_loss
+from softsieve.losses.schedule import DeltaSchedule
+
+NAMES = ("token_accuracy", "solved", "lse", "margin")  # of a summary that is logged
+
+
+def is_language_model(model: Any) -> bool:
+    """Whether a model writes text: its labels are the tokens, which its own loss shifts."""
+    inner = inner_model(model) if isinstance(model, nn.Module) else model
+    if not hasattr(inner, "can_generate") or not inner.can_generate():
+        return False
+    return inner.get_output_embeddings() is not None
+
+
+def loss_in(model: Any, delta: float) -> CausalLoss:
+    """The accelerated loss of a model, which may have one already."""
+    forward = loss_of(model)
+    return forward.loss if forward is not None and forward.active else accelerate_loss(model, delta)
+
+
+def by_sequence(loss: CausalLoss, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Solved, margin and counted of the labels of the latest batch, (rows, labels) each.
+
+    Raises:
+        InputError: when the model's code has left labels out, so that it cannot be told whose they were.
+    """
+    if loss.stats is None or loss.counted is None:
+        raise InputError("model: expected a loss of its output layer's logits, found one of something else")
+    if rows == 0 or loss.counted.numel() % rows:
+        raise InputError("labels: expected as many of every row in the model's loss, found some left out")
+    parts = loss.stats.solved, loss.stats.margin, loss.counted
+    solved, margin, counted = (part.reshape(rows, -1) for part in parts)
+    return solved, margin, counted
+
+
+class ASLossCallback(TrainerCallback):
+    """The loss without logits in a plain `Trainer`, or one of TRL: from the start of training to its end.
+
+    The log gets ``token_accuracy``, ``solved`` (the share of tokens without a gradient), ``lse`` (mean log Z) and
+    ``margin`` of the batches since the last entry; of several processes, those of the first.
+
+    Args:
+        delta: margin at the end, in [0, 1]; 1 is the model's own cross-entropy.
+        initial_delta: margin at the start.
+        ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
+        backend: that of `linear_as_cross_entropy`.
+        evaluate: whether evaluations within training do without logits, too; not with ``compute_metrics``, which a
+            plain `Trainer` gives logits. `ASTrainer` gives it predicted tokens.
+
+    Raises:
+        InputError: when training starts, as `accelerate_loss` does.
+
+    Example::
+
+        Trainer(model, args, train_dataset=data, callbacks=[ASLossCallback(delta=0.1)]).train()
+    """
+
+    def __init__(
+        self, delta: float = 0.1, *, initial_delta: float = 1.0, ratio: float = 0.0, backend: str = "auto",
+        evaluate: bool = False,
+    ) -> None:  # fmt: skip
+        self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
+        self.backend, self.evaluate = backend, evaluate
+        self._loss: CausalLoss | None = None
+        self._ours = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if getattr(args, "n_gpu", 1) > 1:
+            raise InputError("n_gpu: expected one GPU a process, found DataParallel, whose copies cannot be followed")
+        before = loss_of(model)
+        self._ours = before is None or not before.active  # else it stays when training ends
+        if before is not None and before.active:
+            self._loss = before.loss
+            self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
+        else:
+            self._loss = accelerate_loss(model, self.schedule(0), backend=self.backend, evaluate=self.evaluate)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._loss is not None:
+            self._loss.delta = self.schedule(min(1.0, state.global_step / max(1, state.max_steps)))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._loss is None or logs is None or not ({"loss", "eval_loss"} & logs.keys()):
+            return
+        start = "eval_" if "eval_loss" in logs else ""
+        if start and not self.evaluate:
+            return
+        found = {start + name: value for name, value in self._loss.summary(training=not start).items() if name in NAMES}
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._loss is not None:
+            self._loss = None
+            if self._ours:
+                restore_loss(model)
+
+
+def logged(loss: CausalLoss, accelerator: Any, *, training: bool, start: str = "") -> dict[str, float]:
+    """A summary of all processes since the last call, for the Trainer's log."""
+    totals = loss.totals(training=training).to(accelerator.device, torch.float32)
+    summary = loss.summary(accelerator.reduce(totals, "sum"))
+    return {start + name: value for name, value in summary.items() if name in NAMES}

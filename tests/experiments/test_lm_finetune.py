@@ -1,0 +1,57 @@
+"""`python -m experiments lm-finetune` on a tiny random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from experiments import lm_finetune as suite
+from experiments.commands import app
+from softsieve.comparisons.output import read_table
+from softsieve.errors import InputError
+from tests.docs.stand_ins import WORDS, write_language_model
+
+SMALL = ["--steps", "3", "--batch", "2", "--length", "8", "--held-out", "2", "--rounds", "1", "--no-compiled"]
+
+
+def test_a_table_of_costs_and_of_held_out_text(tmp_path: Path) -> None:
+    write_language_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(WORDS[2:] * 2))
+    arguments = [str(tmp_path / "model"), str(tmp_path / "text.txt"), *SMALL, "--delta", "1", "--delta", "0.1"]
+    done = CliRunner().invoke(app, ["lm-finetune", *arguments, "--rate", "0.01", "--out", str(tmp_path / "found")])
+    assert done.exit_code == 0, done.output
+    about, rows = read_table(tmp_path / "found.csv")
+    assert about["experiment"] == "lm-finetune"
+    by_way = {row["way"]: row for row in rows}
+    assert list(by_way) == ["before", "dense", "ours, delta 1", "ours, delta 0.1"]
+    same = float(by_way["ours, delta 1"]["perplexity"])
+    assert same == pytest.approx(float(by_way["dense"]["perplexity"]), rel=1e-3)
+    assert same != pytest.approx(float(by_way["before"]["perplexity"]), rel=1e-3)
+    assert all(float(row["seconds"]) > 0 for row in rows[1:])
+    _, curves = read_table(tmp_path / "found.curves.csv")
+    assert len(curves) == 9
+    if not torch.cuda.is_available():
+        assert "Liger: not measured, needs a GPU" in done.output
+
+
+def test_windows_of_a_text() -> None:
+    tokens = torch.arange(200)
+    windows = suite.cut(tokens, steps=4, batch=2, length=8, held_out=2, seed=0)
+    assert windows.training.shape == (4, 2, 8)
+    assert int(windows.training.max()) < 180
+    assert windows.held_out.flatten().tolist() == list(range(180, 196))
+    with pytest.raises(InputError, match="text: expected 240 tokens at least, found 200"):
+        suite.cut(tokens, steps=4, batch=2, length=8, held_out=3, seed=0)
+
+
+def test_the_peak_of_memory_is_seen() -> None:
+    with suite.Peak("cpu") as peak:
+        kept = torch.ones(40_000_000)
+        for _ in range(20):
+            kept.add_(1.0)
+    assert 120 < peak.mb < 400

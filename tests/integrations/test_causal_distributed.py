@@ -1,0 +1,111 @@
+"""Language models that train without logits in two processes: copies of one model, or shards of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softsieve.errors import InputError
+from tests.losses.test_linear_distributed import Found, launch
+
+pytest.importorskip("transformers")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from softsieve.integrations.causal_loss import accelerate_loss, loss_of
+from tests.integrations.architectures import make
+from tests.integrations.test_causal_loss import batch_of, step
+
+STEPS = 2
+CASES = {  # whether the head is tied, whether it is sharded by itself, and whether the loss comes after the shards
+    "one shard": (False, False, False),
+    "own shard": (False, True, False),
+    "later": (False, True, True),
+    "tied": (True, False, False),
+}
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    parts = {name: value.detach() for name, value in model.named_parameters()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in parts.items()}
+
+
+def train(model: Any, inner: Any, seeds: list[int]) -> dict[str, Tensor]:
+    """The weights after some steps of SGD, and the losses."""
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    losses = []
+    for number in range(STEPS):
+        model.zero_grad()
+        parts = [model(**batch_of(seed=10 * number + seed)).loss for seed in seeds]
+        loss = torch.stack(parts).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.detach())
+    return {**whole(inner), "losses": torch.stack(losses)}
+
+
+def in_two_processes(rank: int) -> Found:
+    found: Found = {}
+    model = make("Llama")
+    accelerate_loss(model, delta=0.3)
+    found["ddp"] = train(DistributedDataParallel(model), model, [rank])
+    mesh = init_device_mesh("cpu", (2,))
+    for name, (tied, own, later) in CASES.items():
+        model = make("Llama", tie_word_embeddings=tied)
+        if not later:
+            accelerate_loss(model, delta=0.3)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        if own:
+            fully_shard(model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if later:
+            accelerate_loss(model, delta=0.3)
+        assert isinstance(model.lm_head.weight, DTensor)
+        found[name] = train(model, model, [rank])
+    model = make("Llama")
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+    try:
+        accelerate_loss(model)
+    except InputError as error:
+        found["error"] = str(error)
+    assert loss_of(model) is None
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return launch(in_two_processes, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", ["ddp", *CASES])
+def test_two_processes_train_as_one(ranks: list[Found], name: str) -> None:
+    model = make("Llama", tie_word_embeddings=name == "tied")
+    accelerate_loss(model, delta=0.3)
+    alone = train(model, model, [0, 1])
+    losses = torch.stack([part[name].pop("losses") for part in ranks]).mean(0)
+    torch.testing.assert_close(losses, alone.pop("losses"), rtol=1e-4, atol=1e-5)
+    for part in ranks:
+        assert part[name].keys() == alone.keys()
+        for key, weight in alone.items():
+            torch.testing.assert_close(part[name][key], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_tensor_parallel_heads_are_refused(ranks: list[Found]) -> None:
+    for part in ranks:
+        assert "sharded by tensor parallelism" in part["error"]
+
+
+def test_the_step_of_one_process_moves_the_weights() -> None:
+    model = make("Llama")
+    before = whole(model)
+    before = {name: value.clone() for name, value in before.items()}
+    after = train(model, model, [0])
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    assert step(model, batch_of())[1].keys() == before.keys()

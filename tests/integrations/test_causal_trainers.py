@@ -1,0 +1,336 @@
+"""PEFT, the Trainer and TRL with language models that train without logits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softsieve.errors import InputError
+from softsieve.training import ASSpeed
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
+from softsieve.integrations.causal_trl import token_log_probs
+from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer
+from tests.integrations.architectures import VOCABULARY, make
+from tests.integrations.test_causal_loss import batch_of, count_logits, same, step
+
+ROWS = 8
+
+
+def texts(rows: int = ROWS) -> list[dict[str, Any]]:
+    """Sequences of tokens that count up, so that they can be learnt, with their first label ignored."""
+    tokens = [[3 + (7 * row + 3 * i) % (VOCABULARY - 3) for i in range(6)] for row in range(rows)]
+    return [{"input_ids": row, "labels": [-100, *row[1:]]} for row in tokens]
+
+
+def settings(folder: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "logging_steps": 1,
+        **changed,
+    }
+
+
+def arguments(folder: Path, **changed: Any) -> Any:
+    return transformers.TrainingArguments(**settings(folder, **changed))
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: Any = None, **changed: Any) -> Any:
+    """A model with LoRA on attention and output layer, whose factors are not zero."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    options = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "lm_head"], **changed}
+    model = peft.get_peft_model(make("Llama") if model is None else model, peft.LoraConfig(**options))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.3)
+    return model.train()
+
+
+@pytest.mark.parametrize("changed", [{}, {"lora_bias": True}, {"use_rslora": True}])
+def test_lora_on_the_output_layer_has_the_gradients_of_logits(changed: dict[str, Any]) -> None:
+    model = adapted(**changed)
+    batch = batch_of()
+    dense = step(model, batch)
+    assert any("lm_head" in name for name in dense[1])
+    accelerate_loss(model, delta=1.0)
+    same(step(model, batch), dense)
+    with model.disable_adapter():
+        loss = model(**batch).loss
+    restore_loss(model)
+    with model.disable_adapter():
+        torch.testing.assert_close(loss, model(**batch).loss)
+    same(step(model, batch), dense, 0.0)
+
+
+def test_many_steps_of_lora_are_those_of_logits() -> None:
+    """200 steps with r = 8 on attention and output layer: the same weights, to the rounding of float32."""
+    models = [adapted(make("Llama", initializer_range=0.1), r=8, lora_alpha=16) for _ in range(2)]
+    accelerate_loss(models[1], delta=1.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in models]
+    start = {name: p.detach().clone() for name, p in models[0].named_parameters() if p.requires_grad}
+    for number in range(200):
+        batch = batch_of(seed=number % 5)
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    ends = [dict(model.named_parameters()) for model in models]
+    for name, weight in start.items():
+        moved = (ends[0][name] - weight).norm()
+        assert moved > 1e-3, name
+        assert (ends[1][name] - ends[0][name]).norm() < 1e-3 * moved, name
+
+
+def test_lora_dropout_and_half_precision_on_the_output_layer() -> None:
+    model = adapted(lora_dropout=0.5).to(torch.bfloat16)
+    accelerate_loss(model, delta=0.1)
+    loss, gradients = step(model, batch_of())
+    assert torch.isfinite(loss)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+
+
+def test_lora_that_comes_later_is_followed() -> None:
+    plain = make("Llama")
+    dense = step(adapted(copy.deepcopy(plain)), batch_of())
+    accelerate_loss(plain, delta=1.0)
+    same(step(adapted(plain), batch_of()), dense)
+
+
+def test_a_whole_copy_of_the_output_layer() -> None:
+    model = adapted(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    dense = step(model, batch_of())
+    assert any("modules_to_save" in name for name in dense[1])
+    accelerate_loss(model, delta=1.0)
+    same(step(model, batch_of()), dense)
+
+
+def test_other_adapters_on_the_output_layer_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    dora = adapted(use_dora=True)
+    ia3 = peft.get_peft_model(
+        make("Llama"), peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[], task_type="CAUSAL_LM")
+    )
+    for model in (dora, ia3):
+        with pytest.raises(InputError, match="expected plain LoRA on the output layer"):
+            accelerate_loss(model)
+        assert loss_of(model) is None
+    later = make("Llama")
+    accelerate_loss(later)
+    with pytest.raises(InputError, match="expected plain LoRA"):
+        adapted(later, use_dora=True)(**batch_of())
+    elsewhere = adapted(use_dora=True, target_modules=["q_proj"])
+    dense = step(elsewhere, batch_of())
+    accelerate_loss(elsewhere, delta=1.0)
+    same(step(elsewhere, batch_of()), dense)
+
+
+def test_a_quantised_body_is_no_matter() -> None:
+    """As bitsandbytes has it: layers of the body with a packed weight of bytes, the output layer plain."""
+
+    class Packed(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Linear) -> None:
+            super().__init__()
+            self.scale = float(layer.weight.abs().max()) / 127
+            packed = (layer.weight / self.scale).round().to(torch.int8)
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+    model = make("Llama")
+    model.model.layers[0].mlp.up_proj = Packed(model.model.layers[0].mlp.up_proj)
+    dense = step(model, batch_of())
+    accelerate_loss(model, delta=1.0)
+    same(step(model, batch_of()), dense)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_log_probs_of_tokens_and_their_gradients(name: str, accelerated: bool) -> None:
+    model, batch = make(name), batch_of()
+    ids, labels = batch["input_ids"], batch["labels"]
+    weights = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
+    each = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1).gather(-1, labels[:, 1:, None].clamp_min(0)).squeeze(-1)
+    dense = each * (labels[:, 1:] != -100)
+    (dense * weights).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    if accelerated:
+        accelerate_loss(model, delta=0.1)
+    found = token_log_probs(model, ids, labels, temperature=0.7)
+    (found * weights).sum().backward()  # type: ignore[no-untyped-call]
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    same((found.detach(), gradients), (dense.detach(), expected))
+    assert (loss_of(model) is not None) == accelerated
+    with pytest.raises(InputError, match="labels: expected"):
+        token_log_probs(model, ids, labels[:, 1:])
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, kind: Any, model: Any, **changed: Any) -> Any:
+    own = {key: changed.pop(key) for key in ("as_options", "callbacks", "compute_metrics") if key in changed}
+    trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), eval_dataset=texts(4), **own)
+    trainer.train()
+    return trainer
+
+
+def test_astrainer_at_delta_1_is_a_plain_trainer_without_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    plain = trained(tmp_path, transformers.Trainer, make("Llama"), **options)
+    with monkeypatch.context() as patch:
+        seen = count_logits(patch)
+        ours = trained(tmp_path, ASTrainer, make("Llama"), as_options=ASOptions(delta=1.0), **options)
+    assert {shape for shape in seen if len(shape) == 3} == {(1, 8, VOCABULARY)}  # a few tokens to compare the loss
+    for key in ("loss", "eval_loss"):
+        assert history(ours, key) == pytest.approx(history(plain, key), rel=1e-4)
+    assert len(history(ours, "token_accuracy")) == len(history(ours, "solved")) == 4
+    assert len(history(ours, "eval_token_accuracy")) == 2
+
+
+def test_compute_metrics_gets_tokens(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["tokens"], labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
+        right = (seen["tokens"][:, :-1] == labels[:, 1:])[labels[:, 1:] != -100]
+        return {"accuracy": float(right.float().mean())}
+
+    trainer = trained(tmp_path, ASTrainer, make("Llama"), compute_metrics=metrics, max_steps=8)
+    found = trainer.evaluate()
+    rows = torch.tensor([row["input_ids"] for row in texts(4)])
+    model = trainer.model.eval()
+    assert torch.equal(seen["tokens"], model(rows).logits.argmax(-1))
+    assert found["eval_accuracy"] == pytest.approx(found["eval_token_accuracy"])
+    labels = torch.tensor([row["labels"] for row in texts(4)])
+    assert found["eval_loss"] == pytest.approx(float(model(rows, labels=labels).loss), rel=1e-5)
+
+
+def test_astrainer_adapts_to_solved_tokens(tmp_path: Path) -> None:
+    """Schedule of the margin, AS-Speed and skipping, in a model that learns its texts by heart."""
+    options = ASOptions(delta=0.1, ratio=0.5, speed=ASSpeed(max_steps=3), skip={"margin": 0.2})
+    changed = {"max_steps": -1, "num_train_epochs": 40, "learning_rate": 0.05}
+    trainer = trained(tmp_path, ASTrainer, make("Llama"), as_options=options, **changed)
+    solved = history(trainer, "solved")
+    assert solved[0] < 0.3 < 0.8 < max(solved)
+    assert trainer.state.global_step < 40 * ROWS // 2 * 0.8
+
+
+def test_a_callback_for_the_plain_trainer(tmp_path: Path) -> None:
+    plain = trained(tmp_path, transformers.Trainer, make("Llama"))
+    model = make("Llama")
+    margins = []
+
+    class Spy(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+            forward = loss_of(model)
+            assert forward is not None
+            margins.append(forward.loss.delta)
+
+    same_loss = trained(tmp_path, transformers.Trainer, model, callbacks=[ASLossCallback(delta=1.0), Spy()])
+    assert history(same_loss, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
+    assert len(history(same_loss, "token_accuracy")) == 4
+    assert loss_of(model) is None
+    margins.clear()
+    trained(tmp_path, transformers.Trainer, make("Llama"), callbacks=[ASLossCallback(delta=0.1, ratio=0.5), Spy()])
+    assert margins == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_bf16_training(tmp_path: Path) -> None:
+    ours = trained(tmp_path, ASTrainer, make("Llama"), as_options=ASOptions(delta=1.0), bf16=True)
+    plain = trained(tmp_path, transformers.Trainer, make("Llama"), bf16=True)
+    assert history(ours, "loss") == pytest.approx(history(plain, "loss"), rel=0.05)
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_sft_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    def run(model: Any, **options: Any) -> Any:
+        data = datasets.Dataset.from_list(texts())
+        args = trl.SFTConfig(
+            **settings(tmp_path, bf16=False, max_length=16), dataset_kwargs={"skip_prepare_dataset": True}
+        )
+        made = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
+        made.train()
+        return made
+
+    plain = run(make("Llama"))
+    ours = run(make("Llama"), callbacks=[ASLossCallback(delta=1.0)])
+    for key in ("loss", "mean_token_accuracy", "entropy"):
+        if history(plain, key):
+            assert history(ours, key) == pytest.approx(history(plain, key), rel=1e-3), key
+    assert history(ours, "token_accuracy")
+    sparse = run(make("Llama"), callbacks=[ASLossCallback(delta=0.1)])
+    assert history(sparse, "loss")[-1] < history(plain, "loss")[-1]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=plain, pad_token="w0", eos_token="w2", bos_token="w1", unk_token="w0"
+    )
+
+
+def test_dpo_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    pairs = [{"prompt": f"w{3 + i} w4", "chosen": " w5 w6", "rejected": f" w{9 + i} w8"} for i in range(4)]
+
+    def run(**options: Any) -> Any:
+        model = make("Llama")
+        args = trl.DPOConfig(**settings(tmp_path, bf16=False, max_length=16, beta=0.5))
+        made = trl.DPOTrainer(
+            model=model, ref_model=make("Llama", seed=1), args=args, train_dataset=datasets.Dataset.from_list(pairs),
+            processing_class=tokenizer(), **options,
+        )  # fmt: skip
+        made.train()
+        return made
+
+    plain, ours = run(), run(callbacks=[ASLossCallback(delta=1.0)])
+    assert history(ours, "loss") == pytest.approx(history(plain, "loss"), rel=1e-3)
+    assert history(ours, "logps/chosen") == pytest.approx(history(plain, "logps/chosen"), rel=1e-3)
+    assert history(ours, "token_accuracy")
