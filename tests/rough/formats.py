@@ -28,6 +28,7 @@ from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
 from softsieve.training.checkpoint import checkpoints
+from tests.report.conftest import JUDGED
 from tests.rough.mutations import BYTES, JSON, LINES, NPY, SAFETENSORS, STATE, TEXT, Mutation
 
 
@@ -73,6 +74,20 @@ def answers(head: AdaptiveSoftmax, x: torch.Tensor, k: int) -> Any:
     return found.indices.tolist(), found.probs.tolist()
 
 
+def above(head: AdaptiveSoftmax, x: torch.Tensor) -> Any:
+    """Of some queries, likewise."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = head.above(x, 3.0)
+    except (ValueError, RuntimeError) as error:
+        expect(isinstance(error, ValueError) or "calibrate" in str(error), repr(error))
+        return str(error)
+    expect(bool((found.logits > 3).all()), "logits that are not above")
+    expect(bool((found.indices < len(head.weight)).all()), "rows that are not there")
+    return found.counts.tolist(), found.indices.tolist(), found.logits.tolist()
+
+
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +96,7 @@ def head_index(folder: Path) -> Prepared:
     weight, queries = torch.randn(90, 24), torch.randn(300, 24) * 2
     cascade = AdaptiveSoftmax(weight, torch.linspace(0, 1, 90), delta=0.1, method="cascade")
     cascade.calibrate(queries, [1, 3], generator=torch.Generator().manual_seed(0))
+    cascade.calibrate(queries, threshold=2.0, generator=torch.Generator().manual_seed(0))
     cascade.save(folder / "cascade")
     cascade.save(folder / "apart", weight=False)
     order = AdaptiveSoftmax(weight[:30].bfloat16(), delta=0.1, method="coordinates")
@@ -92,7 +108,9 @@ def head_index(folder: Path) -> Prepared:
     def read(path: Path) -> Any:
         own = {"weight": weight, "bias": bias} if path.name == "apart" else {}
         head = AdaptiveSoftmax.load(path, **own)
-        return repr(head), head.beta, head.seed, repr(head.calibrations), answers(head, queries[:2], ks[path.name])
+        fitted = repr(head.calibrations), repr(head.thresholds)
+        found = answers(head, queries[:2], ks[path.name]), above(head, queries[:2])
+        return repr(head), head.beta, head.seed, fitted, found
 
     ks = {"cascade": 3, "apart": 1, "coordinates": 3, "exact": 2}
     return Prepared({folder / name: SAFETENSORS for name in ks}, read, digests=True)
@@ -219,6 +237,15 @@ def model(folder: Path) -> Prepared:
 
 @a_format("model with a tokenizer")
 def pretrained(folder: Path) -> Prepared:
+    return _with_an_encoder(folder, None)
+
+
+@a_format("folder of transformers")
+def transformers_folder(folder: Path) -> Prepared:
+    return _with_an_encoder(folder, "model")
+
+
+def _with_an_encoder(folder: Path, pooling: str | None) -> Prepared:
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -236,18 +263,20 @@ def pretrained(folder: Path) -> Prepared:
     config = BertConfig(vocab_size=len(vocabulary), intermediate_size=8, max_position_embeddings=16, **sizes)
     BertModel(config).save_pretrained(str(folder / "hf"))  # type: ignore[no-untyped-call]
     examples = Examples(["fine great", "poor"], ["good", "bad"], ["1", "2"])
-    task = Task.build(Data("d", "text", examples, None, None), model=str(folder / "hf"), max_length=8)
+    data = Data("d", "text", examples, None, None)
+    task = Task.build(data, model=str(folder / "hf"), max_length=8, pooling=pooling)
     objective, place = make_objective("softmax"), folder / "model"
     task.save(place, objective)
-    save_tensors(place / "model.safetensors", task.model(objective).state_dict())
+    save_tensors(place / "model.safetensors", task.pack(task.model(objective).state_dict(), objective))
 
     def read(path: Path) -> Any:
         task, net = load_model(place)
         rows = task.rows(examples._replace(labels=[]))
         return task.labels, task.predictions(decide(task, net, rows), rows)
 
-    inside = sorted((place / "pretrained").iterdir())
-    return Prepared({place / "task.json": JSON, **dict.fromkeys(inside, JSON)}, read)
+    inside = sorted((place / "pretrained").iterdir() if pooling is None else place.glob("*.json"))
+    weights: Mapping[Path, Sequence[Mutation]] = {} if pooling is None else {place / "model.safetensors": SAFETENSORS}
+    return Prepared({place / "task.json": JSON, **dict.fromkeys(inside, JSON), **weights}, read)
 
 
 @a_format("state of ASTrainer")
@@ -324,7 +353,9 @@ def runs(folder: Path) -> Prepared:
     from softsieve.comparisons import losses as compare
     from softsieve.training.settings import Settings
 
-    jobs = [compare.Job("sst5", row, Settings(loss="softmax"), None, 128, "") for row in ("softmax", "as-softmax")]
+    jobs = [
+        compare.Job("sst5", row, Settings(loss="softmax").filled(), None, 128, "") for row in ("softmax", "as-softmax")
+    ]
     place = folder / "a.runs"
     place.mkdir()
     made = {"gpu": None, "commit": "1234", "machine": {"processor": "any", "threads": 1}, "versions": {"torch": "2"}}
@@ -365,7 +396,7 @@ def trials(folder: Path) -> Prepared:
     from softsieve.comparisons import search
     from softsieve.training.settings import Settings
 
-    base = compare.Job("sst5", "am-softmax", Settings(loss="am-softmax"), None, 128, "")
+    base = compare.Job("sst5", "am-softmax", Settings(loss="am-softmax").filled(), None, 128, "")
     jobs = [search._trial(base, number) for number in (1, 2)]
     place = folder / "a.runs"
     place.mkdir()
@@ -396,6 +427,7 @@ def report(folder: Path) -> Prepared:
     (place / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tensors = {"logits": torch.randn(6, 3), "target": torch.arange(6) % 3}
     save_file(tensors, place / "logits.safetensors", {"part": "validation", "delta": "0.1"})
+    (place / "judged.json").write_text(json.dumps(JUDGED))
 
     def read(path: Path) -> Any:
         found = read_all([place])
@@ -405,9 +437,10 @@ def report(folder: Path) -> Prepared:
         shown = run.logits
         if shown is not None:
             expect(bool(shown.logits.softmax(-1).gather(1, shown.target[:, None]).isfinite().all()), "logits")
-        return repr(run.record), repr(run.log), None if shown is None else (shown.logits.tolist(), shown.part)
+        logits = None if shown is None else (shown.logits.tolist(), shown.part)
+        return repr(run.record), repr(run.log), logits, repr(run.judged)
 
-    files = {"run.json": JSON, "log.jsonl": LINES, "logits.safetensors": SAFETENSORS}
+    files = {"run.json": JSON, "log.jsonl": LINES, "logits.safetensors": SAFETENSORS, "judged.json": JSON}
     return Prepared({place / name: how for name, how in files.items()}, read)
 
 
@@ -466,6 +499,25 @@ def jsonl(folder: Path) -> Prepared:
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return data_from(folder / "a.jsonl", LINES)
+
+
+@a_format("JSON table")
+def json_table(folder: Path) -> Prepared:
+    rows = [{"text": text, "label": label, "n": number} for number, (text, label) in enumerate(TEXTS)]
+    (folder / "a.json").write_text(json.dumps(rows))
+    return data_from(folder / "a.json", JSON)
+
+
+@a_format("fastText")
+def fasttext(folder: Path) -> Prepared:
+    (folder / "a.txt").write_text("".join(f"__label__{label} {text}\n" for text, label in TEXTS))
+    return data_from(folder / "a.txt", TEXT)
+
+
+@a_format("labels and texts")
+def plain(folder: Path) -> Prepared:
+    (folder / "a.txt").write_text("".join(f"{label}\t{text}\n" for text, label in TEXTS))
+    return data_from(folder / "a.txt", TEXT)
 
 
 @a_format("CoNLL")
@@ -606,3 +658,4 @@ def small() -> None:
     """Tables of hashed words so small that making a model takes no time."""
     for module in (models, encode):
         vars(module)["BUCKETS"] = 64
+    models.TEXT_BUCKETS.update(dict.fromkeys(models.TEXT_BUCKETS, 64))

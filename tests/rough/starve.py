@@ -82,11 +82,11 @@ def figure(place: Path, number: int) -> None:
 
 def answers(place: Path, number: int) -> None:
     from softsieve._files import replace_file
-    from softsieve.cli.predict import _Table, _write_csv
+    from softsieve.cli.answers import write_csv
 
     def fill(part: Path) -> None:
         with part.open("w", encoding="utf-8", newline="") as file:
-            _write_csv(file, _Table({"text": ["a"] * 3000, "prediction": [number] * 3000}, "|"))
+            write_csv(file, [{"text": "a", "prediction": number}] * 3000, "|")
 
     replace_file(place / "answers.csv", fill)
 

@@ -736,6 +736,23 @@ ENTRIES: dict[str, Entry] = {
         },
         also=("final", "initial", "ratio", "shape", "lam", "max_steps", "name"),
     ),
+    "Classifier": Entry(
+        lambda **args: softsieve.Classifier(**args)._check(),  # what `fit` does first
+        dict,
+        {
+            **dict.fromkeys(("epochs", "batch_size", "patience", "max_length", "seed"), "whole"),
+            **dict.fromkeys(("delta", "learning_rate", "validation_share"), "number"),
+            **dict.fromkeys(("kind", "loss", "skip", "precision"), "choice"),
+            **dict.fromkeys(("model", "text_column", "label_column", "device"), "words"),
+        },
+        also=("final", "name"),
+    ),
+    "Classifier, fit": Entry(
+        lambda **args: softsieve.Classifier(epochs=1, validation_share=0).fit(args.pop("X"), **args),
+        lambda: {"X": ["a", "b"], "y": [0, 1]},
+        {"X": "object", "y": "object", "validation": "object"},
+    ),
+    "Classifier.load": Entry(softsieve.Classifier.load, lambda: {"folder": "nowhere"}, {"folder": "path"}, ("task",)),
     "Rows": Entry(
         lambda inputs, target: Rows({"features": inputs}, target).batch(torch.tensor([0, 1])),
         lambda: {"inputs": _made(ROWS, D), "target": torch.arange(ROWS)},
@@ -760,12 +777,25 @@ ENTRIES: dict[str, Entry] = {
             "label_column": "words",
             "validation_share": "number",
             "seed": "whole",
+            "on_error": "choice",
+            "delimiter": "words",
+            "encoding": "words",
+            "workers": "whole",
         },
     ),
     "read_inputs": Entry(
         read_inputs,
         lambda: {"source": _table(), "kind": "text"},
-        {"source": "path", "kind": "choice", "text_column": "words", "label_column": "words"},
+        {
+            "source": "path",
+            "kind": "choice",
+            "text_column": "words",
+            "label_column": "words",
+            "on_error": "choice",
+            "delimiter": "words",
+            "encoding": "words",
+            "workers": "whole",
+        },
     ),
     "write_report": Entry(
         lambda **args: importlib.import_module("softsieve.report").write_report(**args),
@@ -791,6 +821,23 @@ ENTRIES: dict[str, Entry] = {
     ),
     "accelerate_head": Entry(
         lambda **args: _imported("transformers").accelerate_head(**args), lambda: {"model": None}, {"model": "words"}
+    ),
+    "accelerate_loss": Entry(
+        lambda **args: _imported("transformers").accelerate_loss(**args), lambda: {"model": None}, {"model": "words"}
+    ),
+    "restore_loss": Entry(
+        lambda **args: _imported("transformers").restore_loss(**args), lambda: {"model": None}, {"model": "words"}
+    ),
+    "token_log_probs": Entry(
+        lambda **args: _imported("transformers").token_log_probs(**args),
+        lambda: {"model": None, "input_ids": torch.zeros(1, 4, dtype=torch.long)},
+        {"model": "words"},
+    ),
+    "ASLossCallback": Entry(
+        lambda **args: _imported("transformers").ASLossCallback(**args),
+        dict,
+        {"delta": "number", "initial_delta": "number", "ratio": "number"},
+        also=("final", "initial"),
     ),
     "restore_head": Entry(
         lambda **args: _imported("transformers").restore_head(**args), lambda: {"model": None}, {"model": "words"}
@@ -829,8 +876,11 @@ EXEMPT = {
         RESULTS,
     ),
     "AdaptiveHead": "made by accelerate_head",
+    **dict.fromkeys(("CausalLoss", "LazyLogits"), "made by accelerate_loss"),
     "ASTrainerMixin": "ASTrainer is it",
     "hold_out": "the readers call it with what they have checked",
+    "with_validation": "the readers call it with what they have checked",
+    "make_table": "the readers call it with what they have checked",
     "line_inputs": "the readers call it with what they have checked",
     "AdaptiveSoftmax.estimated": "says that nothing is checked",
 }
@@ -926,7 +976,10 @@ def test_every_public_name_has_an_entry() -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_valid_arguments_are_taken(name: str) -> None:
     if name.startswith(
-        ("write_report", "accelerate_head", "restore_head", "collect_queries", "ASTrainer", "AdaptiveSoftmax.load")
+        (
+            *("write_report", "accelerate_", "restore_", "collect_queries", "token_log_probs", "ASTrainer"),
+            *("AdaptiveSoftmax.load", "Classifier.load"),
+        )
     ):
         pytest.skip("takes a model, or a file")
     entry = ENTRIES[name]

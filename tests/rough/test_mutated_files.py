@@ -28,9 +28,17 @@ from tests.rough.formats import FORMATS
 MUTATIONS = int(os.environ.get("SOFTSIEVE_MUTATIONS", "500"))
 GROUPS = {
     "heads": ("head index", "weight and queries", "weight and queries, .npy"),
-    "training": ("checkpoint", "model", "model with a tokenizer", "state of ASTrainer", "log.jsonl"),
+    "training": (
+        "checkpoint",
+        "model",
+        "model with a tokenizer",
+        "folder of transformers",
+        "state of ASTrainer",
+        "log.jsonl",
+    ),
     "records": ("table of an experiment", "runs of a comparison", "trials of a search", "run of a report"),
     "texts": ("CSV", "CSV, .gz", "TSV", "JSONL", "CoNLL", "Parquet"),
+    "plain texts": ("JSON table", "fastText", "labels and texts"),
     "others": ("saved Hugging Face data set", "images", "sounds", "files of known data sets", "sequences of items"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 from softsieve.errors import InputError
 from softsieve.losses.objectives import make_objective
+from softsieve.tasks import hf
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder, _as_numbers
+from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder, _as_numbers, _recordable
 from softsieve.tasks.task import Task, TokenRows
 
 transformers = pytest.importorskip("transformers")
@@ -78,6 +80,22 @@ def test_texts_become_what_the_tokenizer_says(pretrained: Path) -> None:
     assert rows.lengths.tolist() == [6, 4, 3]
     assert rows.inputs["attention_mask"].sum(1).tolist() == [6, 4, 3]
     assert rows.batch(torch.tensor([1, 2])).inputs["token_type_ids"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("make", [text_data, token_data])
+def test_texts_are_tokenized_some_at_a_time(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Data]
+) -> None:
+    data = make()
+    task = Task.build(data, model=str(pretrained))
+    whole = task.encoder.encode(data.train)
+    monkeypatch.setattr(hf, "BLOCK", 1)
+    done: list[float] = []
+    parts = task.encoder.encode(data.train, progress=lambda what, share: done.append(share))
+    assert sum(done) == pytest.approx(1)
+    assert list(whole.inputs) == list(parts.inputs)
+    assert all(torch.equal(whole.inputs[name], parts.inputs[name]) for name in whole.inputs)
+    assert (whole.words is None and parts.words is None) or torch.equal(whole.words, parts.words)  # type: ignore[arg-type]
 
 
 def test_max_length_is_kept_to_what_the_model_can_take(pretrained: Path) -> None:
@@ -194,7 +212,6 @@ def test_masks_as_numbers_give_the_same_bits() -> None:
 
 def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     body, inputs = small_mpnet()
-    assert not body._needs_numbers(inputs["attention_mask"])
     seen: list[torch.Size] = []
     encode = body.encoder.forward
 
@@ -212,12 +229,12 @@ def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.Monk
         pretending = {**inputs, "attention_mask": inputs["attention_mask"].as_subclass(OnGpu)}
         for capturing in (False, True):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-            assert body._needs_numbers(pretending["attention_mask"]) == capturing
-            assert not body._needs_numbers(inputs["attention_mask"])  # on the CPU nothing is recorded
+            assert (_recordable(pretending["attention_mask"], body.encoder).ndim == 4) == capturing
+            assert _recordable(inputs["attention_mask"], body.encoder).ndim == 2  # on the CPU nothing is recorded
             assert torch.equal(body(**pretending).as_subclass(torch.Tensor), expected)
     assert seen == [(4, 12), (4, 12), (4, 1, 1, 12)]
     monkeypatch.setattr(body.encoder.config, "_attn_implementation", "sdpa")  # fused: makes none
-    assert not body._needs_numbers(pretending["attention_mask"])
+    assert _recordable(pretending["attention_mask"], body.encoder).ndim == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score, ndcg_score
 
 from softsieve.tasks import labels
-from softsieve.tasks.labels import label_flags, label_metrics, propensities, rank_labels
+from softsieve.tasks.labels import (
+    best_logits,
+    fit_threshold,
+    label_flags,
+    label_metrics,
+    propensities,
+    rank_labels,
+)
 
 
 def numbers(flags: torch.Tensor) -> torch.Tensor:
@@ -36,7 +43,7 @@ def test_values_by_hand() -> None:
     found = label_metrics(ranked, target, 3)
     first, second = 1 + 1 / math.log2(3), 1 / math.log2(3) + 0.5  # gained by places 1 and 2, and by 2 and 3
     expected = {
-        "micro_f1": 0.75, "macro_f1": 2 / 3, "accuracy": 1 / 3, "p@1": 0.5, "p@3": 4 / 6, "p@5": 4 / 10,
+        "micro_f1": 0.75, "macro_f1": 2 / 3, "exact_match": 1 / 3, "p@1": 0.5, "p@3": 4 / 6, "p@5": 4 / 10,
         "ndcg@5": ((1 + 0.5) / first + second / first) / 2,
     }  # fmt: skip
     assert found == pytest.approx(expected)
@@ -56,7 +63,7 @@ def test_as_scikit_learn_has_it(rows: int, classes: int, seed: int) -> None:
         expected = f1_score(flags.numpy(), (logits > 0).numpy(), average=average, zero_division=0)
         if classes > 1:  # one column is taken for two classes
             assert found[f"{average}_f1"] == pytest.approx(expected)
-    assert found["accuracy"] == pytest.approx(float(((logits > 0) == flags).all(1).double().mean()))
+    assert found["exact_match"] == pytest.approx(float(((logits > 0) == flags).all(1).double().mean()))
     some = flags.any(1)
     if some.any() and classes > 1:
         assert found["ndcg@5"] == pytest.approx(ndcg_score(flags[some].numpy(), logits[some].numpy(), k=5))
@@ -100,5 +107,36 @@ def test_rare_labels_have_small_propensities() -> None:
 
 def test_nothing_at_all_is_zero() -> None:
     found = label_metrics(torch.tensor([[~0, ~1]]), torch.tensor([[-100]]), 2, propensity=torch.ones(2))
-    assert found.pop("accuracy") == 1
+    assert found.pop("exact_match") == 1
     assert set(found.values()) == {0.0}
+
+
+def test_a_threshold_is_the_best_there_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 6, generator=generator)
+    target = torch.randint(6, (40, 1), generator=generator)
+    fitted = fit_threshold(best_logits(logits), target)
+
+    def judge(edge: float, least: int) -> float:
+        return label_metrics(rank_labels(logits - edge, least=least), target, 6)["micro_f1"]
+
+    assert judge(fitted.logit, fitted.least) == pytest.approx(fitted.micro_f1)
+    every = [judge(edge, least) for edge in torch.linspace(-4, 4, 201).tolist() for least in (0, 1)]
+    assert fitted.micro_f1 >= max(every) - 1e-9
+
+
+def test_rows_get_their_best_label_where_that_helps() -> None:
+    logits = torch.tensor([[5.0, 4.0, 4.0], [-5.0, -6.0, -6.0]])
+    fitted = fit_threshold(best_logits(logits), torch.tensor([[0], [0]]))
+    assert fitted.least == 1
+    assert rank_labels(logits - fitted.logit, least=1)[:, 0].tolist() == [0, 0]
+    assert (rank_labels(logits - fitted.logit, least=1)[:, 1:] < 0).all()
+    empty = fit_threshold(best_logits(logits), torch.tensor([[-100], [-100]]))
+    assert empty.least == 0
+
+
+@pytest.mark.parametrize(("labels", "taken"), [([[-100], [-100]], 0), ([[0, 1], [0, 1]], 4)])
+def test_a_threshold_below_or_above_all_logits(labels: list[list[int]], taken: int) -> None:
+    logits = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
+    fitted = fit_threshold(best_logits(logits), torch.tensor(labels))
+    assert (rank_labels(logits - fitted.logit, least=fitted.least) >= 0).sum() == taken

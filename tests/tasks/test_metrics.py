@@ -12,9 +12,11 @@ import torch
 from softsieve._files import replace_file
 from softsieve.errors import InputError
 from softsieve.tasks.metrics import (
+    MOST_CLASSES,
     are_bio,
     class_metrics,
     confusion_matrix_png,
+    most_mistaken,
     token_metrics,
 )
 
@@ -104,6 +106,18 @@ def test_ignored_targets_are_left_out(tmp_path: Path) -> None:
     confusion_matrix_png(tmp_path / "a.png", torch.tensor([[3, -100]]), torch.tensor([[3, 7]]), labels)
     confusion_matrix_png(tmp_path / "b.png", torch.tensor([3]), torch.tensor([3]), labels)
     assert np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+
+
+def test_of_very_many_classes_those_that_are_mistaken_most_are_drawn(tmp_path: Path) -> None:
+    labels = [str(i) for i in range(50_000)]  # all pairs of them would take 20 GB
+    target = torch.arange(50_000)
+    decided = target.clone()
+    decided[40_000:40_060] = torch.arange(7, 67)
+    assert confusion_matrix_png(tmp_path / "c.png", target, decided, labels) == MOST_CLASSES
+    drawn = set(most_mistaken(target, decided, 50_000).tolist())
+    assert len(drawn) == MOST_CLASSES
+    assert drawn <= {*range(7, 67), *range(40_000, 40_060)}
+    assert confusion_matrix_png(tmp_path / "d.png", target[:3], target[:3], labels[:3]) == 3
 
 
 def test_pyplot_is_left_alone(tmp_path: Path) -> None:

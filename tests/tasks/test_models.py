@@ -13,8 +13,8 @@ from softsieve.losses.objectives import make_objective
 from softsieve.tasks.models import (
     AudioBody,
     Body,
-    Classifier,
     ImageBody,
+    Net,
     TextBody,
     TokensBody,
     mel_filters,
@@ -42,7 +42,7 @@ def make(name: str) -> tuple[Body, dict[str, Tensor]]:
 def test_every_parameter_learns(name: str) -> None:
     body, inputs = make(name)
     objective = make_objective("softmax")
-    model = Classifier(body, objective.head(body.features, 5))
+    model = Net(body, objective.head(body.features, 5))
     target = torch.randint(5, (6, 9) if name == "tokens" else (6,))
     logits = model(**inputs)
     assert logits.shape == (*target.shape, 5)
@@ -58,7 +58,7 @@ def test_it_runs_without_values(name: str) -> None:
     """Fake tensors have none, so no shape and no branch can hang on one."""
     with FakeTensorMode():
         body, inputs = make(name)
-        model = Classifier(body, torch.nn.Linear(body.features, 5))
+        model = Net(body, torch.nn.Linear(body.features, 5))
         for training in (True, False):
             model.train(training)(**inputs).sum().backward()
 
@@ -69,7 +69,7 @@ def test_a_training_step_is_captured_in_a_cuda_graph(name: str) -> None:
     from softsieve._graphs import Graphed
 
     body, inputs = make(name)
-    model = Classifier(body, torch.nn.Linear(body.features, 5)).cuda()
+    model = Net(body, torch.nn.Linear(body.features, 5)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
 
     def step(**inputs: Tensor) -> tuple[Tensor, ...]:
@@ -163,3 +163,26 @@ def test_the_spectrogram_keeps_full_precision_under_autocast() -> None:
 
 def test_spectrogram_settings_are_not_weights() -> None:
     assert not [key for key in AudioBody().state_dict() if "filters" in key or "window" in key]
+
+
+def test_a_feature_counts_for_as_much_as_it_is_rare_and_not_at_all_unseen() -> None:
+    body = TextBody().eval()
+    body.fit({"ids": torch.tensor([row])} for row in ([1, 2, 2, 0], [1, 3, 0, 0]))
+    rare, common = 1 + torch.tensor(3 / 2).log(), torch.tensor(1.0)
+    torch.testing.assert_close(body.idf[:5], torch.stack([common * 0, common, rare, rare, common * 0]))
+    torch.testing.assert_close(body(ids=torch.tensor([[1, 2]])), body(ids=torch.tensor([[2, 0, 1]])))
+    seen, unseen = body(ids=torch.tensor([[1, 2]])), body(ids=torch.tensor([[1, 2, 4]])[:, [0, 1, 2]])
+    torch.testing.assert_close(seen, unseen)
+    assert (body(ids=torch.tensor([[0, 0], [4, 9]])) == 0).all()
+
+
+def test_texts_are_weighted_as_scikit_learn_does() -> None:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    texts = ["a b b c", "a c c c c d", "a"]
+    ids = torch.tensor([[ord(word) - 96 for word in text.split()] + [0] * (6 - len(text.split())) for text in texts])
+    made = TfidfVectorizer(sublinear_tf=True, token_pattern=r"\w").fit_transform(texts).toarray()
+    body = TextBody().eval()
+    body.fit([{"ids": ids}])
+    expected = torch.from_numpy(made).float() @ body.table.weight[1:5].detach()
+    torch.testing.assert_close(body(ids=ids).detach(), expected)

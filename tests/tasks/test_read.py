@@ -232,7 +232,7 @@ def test_held_out_rows_are_stratified_and_drawn_with_the_seed(tmp_path: Path) ->
     data = read_data(path, validation_share=0.25)
     assert data.validation is not None
     assert len(data.validation.inputs) == 25
-    assert sorted(data.train.inputs + data.validation.inputs) == sorted(text for text, _ in rows)
+    assert sorted([*data.train.inputs, *data.validation.inputs]) == sorted(text for text, _ in rows)
     assert [int(text[1:]) for text in data.train.inputs] == sorted(int(text[1:]) for text in data.train.inputs)
 
 
@@ -389,7 +389,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "open quote": ("a.csv", 'text,label\na,x\n"b,y\nc,z\n', r"a\.csv:3: not a row of the table"),
     "empty text": ("a.csv", "text,label\na,x\n ,y\n", r"a\.csv:3: column 'text': empty text"),
     "empty label": ("a.csv", "text,label\na,x\nb,\n", r"a\.csv:3: column 'label': empty label"),
-    "latin-1": ("a.csv", "text,label\na,x\nné,y\n".encode("latin-1"), r"a\.csv:3: not UTF-8 \(byte 0xe9\)"),
+    "damaged UTF-8": ("a.csv", "text,label\nö,x\nn".encode() + b"\xe9,y\n", r"a\.csv:3: not UTF-8 \(byte 0xe9\)"),
     "packed, not said": ("a.csv", b"\x1f\x8b\x08\x00", r"a\.csv:1: not UTF-8"),
     "invalid json": ("a.jsonl", '{"text": "a", "label": 1}\n{"text": ', r"a\.jsonl:2: invalid JSON \(Expecting value"),
     "json list": ("a.jsonl", "[1]\n", r"a\.jsonl:1: expected a JSON object, found list"),
@@ -464,12 +464,18 @@ def test_refused_by_what_was_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_label_that_training_lacks(tmp_path: Path, part: str) -> None:
     train = write(tmp_path / "a.csv", delimited(ROWS, ","))
-    other = write(tmp_path / "b.csv", "text,label\nc,pos\nd,mixed\n")
-    with pytest.raises(InputError, match=r"b\.csv:3: label 'mixed' does not occur in the training data"):
-        read_data(train, **{part: other})  # type: ignore[arg-type]
+    other = write(tmp_path / "b.csv", "text,label\nc,pos\nd,mixed\ne,odd\n")
+    data = read_data(train, **{part: other})  # type: ignore[arg-type]
+    assert list(getattr(data, part).labels) == ["pos", "mixed", "odd"]
+    assert data.notes == (
+        f"{part}: 2 of 3 rows have labels that training has not seen and count as wrong: 'mixed' ({other}:3), "
+        f"'odd' ({other}:4)",
+    )
     tokens = write(tmp_path / "a.conll", "a O\nb B-x\n")
-    with pytest.raises(InputError, match=r"b\.conll:3: label 'B-y' does not occur"):
-        read_data(tokens, **{part: write(tmp_path / "b.conll", "a O\n\nc O\nd B-y\n")})  # type: ignore[arg-type]
+    other = write(tmp_path / "b.conll", "a O\n\nc O\nd B-y\n")
+    (note,) = read(tokens, **{part: other}).notes
+    assert note.startswith(f"{part}: 1 of 2 rows")
+    assert note.endswith(f"'B-y' ({other}:3)")
 
 
 def test_parts_of_two_kinds(tmp_path: Path) -> None:
@@ -524,6 +530,16 @@ def test_inputs(tmp_path: Path, name: str, content: str, kind: str, inputs: list
     found = read_inputs(write(tmp_path / name, content), kind)
     assert (found.inputs, found.labels) == (inputs, labels)
     assert len(found.where) == len(inputs)
+
+
+def test_inputs_keep_the_other_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "id,text,label,price\n7,one,x,2\n8,two,y,3.5\n")
+    found = read_inputs(path, "text")
+    assert {name: list(cells) for name, cells in found.others.items()} == {"id": ["7", "8"], "price": ["2", "3.5"]}
+    path = write(tmp_path / "b.csv", "id,text,label\n7,one,x\n8,two,\n")  # a column of labels with gaps is no label
+    found = read_inputs(path, "text")
+    assert {name: list(cells) for name, cells in found.others.items()} == {"id": ["7", "8"], "label": ["x", ""]}
+    assert read_inputs(write(tmp_path / "c.txt", "one\ntwo\n"), "text").others == {}
 
 
 def test_inputs_of_folders(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from softsieve.tasks.rows import Rows
+from softsieve.tasks.rows import IGNORED, UNSEEN, LabelRows, Rows
 from tests.training.helpers import flags, points, tokens
 
 
@@ -81,3 +81,10 @@ def test_fingerprint_tells_data_apart() -> None:
 def test_rows_must_be_as_many_as_targets() -> None:
     with pytest.raises(ValueError, match="features: expected 4 rows, as many as targets, found 3"):
         Rows({"features": torch.zeros(3, 2)}, torch.zeros(4, dtype=torch.long))
+
+
+def test_labels_that_training_has_not_seen_are_in_no_batch() -> None:
+    target = torch.tensor([[1, UNSEEN], [UNSEEN, IGNORED]], dtype=torch.int32)
+    rows = LabelRows({"x": torch.zeros(2, 1)}, target)
+    assert rows.batch(torch.arange(2)).target.tolist() == [[1, IGNORED], [IGNORED, IGNORED]]
+    assert rows.target is target

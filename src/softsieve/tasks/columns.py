@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from softsieve.errors import InputError, listed, shown
 from softsieve.tasks.examples import MEDIA, Examples, Part, Wanted, media_kind
+from softsieve.tasks.reading import Reading
 from softsieve.tasks.tables import Table
+from softsieve.tasks.texts import Texts, pick_cells
 
 # Names by preference, in lower case.
 _TEXT = ("text", "sentence", "content", "utterance", "query", "question", "review", "comment", "message", "title")
@@ -22,43 +28,95 @@ def table_examples(table: Table, wanted: Wanted) -> Part:
     """The examples of a table, each with its labels."""
     label = find_label_column(table, wanted)
     kind = wanted.kind or _find_kind(table, label, wanted.text_column)
-    inputs = _read_inputs(table, kind, wanted.text_column, label)
-    examples = Examples(inputs, [], table.where)
-    for where, words, answer in zip(table.where, inputs, table.columns[label], strict=True):
-        labels = read_label(answer, kind, f"{where}: column {label!r}")
-        if kind == "tokens" and len(words) != len(labels):
-            raise InputError(f"{where}: expected a label a word, found {len(words)} words and {len(labels)} labels")
-        examples.labels.append(labels)
+    examples = _read_rows(table, kind, _input_column(table, kind, wanted.text_column, label), label, wanted.how)
     return Part(kind, examples, table.names.get(label))
 
 
 def table_inputs(table: Table, kind: str, wanted: Wanted) -> Examples:
-    """Examples with labels if every row has one (of multi-label rows, any), else without."""
-    label = _find_labels(table, wanted)
+    """Examples with labels if every row has one (of multi-label rows, any), else without; and the other columns.
+
+    A column of labels with gaps is one of the others.
+    """
+    label = find_labels(table, wanted)
     answers = table.columns[label] if label is not None else [None]
+    column = _input_column(table, kind, wanted.text_column, label)
     blank = [value is None or not str(value).strip() for value in answers]
-    if (None not in answers and not all(blank)) if kind == "multilabel" else not any(blank):
-        return table_examples(table, wanted).examples
-    return Examples(_read_inputs(table, kind, wanted.text_column, label), [], table.where)
+    if not ((None not in answers and not all(blank)) if kind == "multilabel" else not any(blank)):
+        label = None
+    return _read_rows(table, kind, column, label, wanted.how, others=True)
 
 
-def _read_inputs(table: Table, kind: str, column: str | None, label: str | None) -> list[Any]:
+def _read_rows(
+    table: Table, kind: str, column: str, label: str | None, how: Reading, *, others: bool = False
+) -> Examples:
+    """The rows of a table whose input, and label if there is a column of them, can be used."""
+    cells = table.columns[column]
+    answers: Iterable[Any] = repeat(None) if label is None else table.columns[label]
+    as_it_is = isinstance(cells, Texts) and kind in ("text", "multilabel")
+    inputs, labels, good, read = list[Any](), list[Any](), array("q"), Labels(kind)
+    for row, (cell, answer) in enumerate(zip(cells, answers, strict=label is not None)):
+        try:
+            if not (as_it_is and cell and not cell.isspace()):
+                place = f"{table.where[row]}: column {column!r}"
+                value = read_input(cell, kind, place, table.folder)
+                if not as_it_is:
+                    inputs.append(value)
+            if label is not None:
+                labels.append(read(answer, table.where, row, label, cell))
+        except InputError as error:
+            del inputs[len(good) :]
+            how.refuse(error)
+        else:
+            good.append(row)
+    how.say_left_out(table.place, len(good))
+    unused = {name: values for name, values in table.columns.items() if name not in (column, label)} if others else {}
+    where: Sequence[str] = table.where
+    if len(good) < len(cells):
+        where, unused = pick_cells(where, good), {name: pick_cells(values, good) for name, values in unused.items()}
+        cells = pick_cells(cells, good)
+    return Examples(cells if as_it_is else inputs, labels, where, unused)
+
+
+class Labels:
+    """Reads cells of labels; a label that comes often is read and kept once."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self._names, self._cells = kind, dict[str, str](), dict[str, str]()
+
+    def __call__(self, cell: Any, where: Sequence[str], row: int, column: str, words: Any) -> Any:
+        """The label, or the list of labels, of a row."""
+        if isinstance(cell, str) and cell in self._cells:
+            return self._cells[cell]
+        labels = read_label(cell, self.kind, f"{where[row]}: column {column!r}")
+        if self.kind == "tokens" and len(words) != len(labels):
+            found = f"expected a label a word, found {len(words)} words and {len(labels)} labels"
+            raise InputError(f"{where[row]}: {found}")
+        if isinstance(labels, list):
+            return [self._names.setdefault(label, label) for label in labels]
+        label = self._names.setdefault(labels, labels)
+        if isinstance(cell, str):
+            self._cells[cell] = label
+        return label
+
+
+def _input_column(table: Table, kind: str, column: str | None, label: str | None) -> str:
+    """The name of the column of inputs; that there is none is an error."""
     column = _find_named(table, column) if column is not None else _find_inputs(table, kind, label)
     if column == label:
         raise InputError(f"{table.place}: column {column!r} cannot be both the input and the label")
-    cells = zip(table.columns[column], table.where, strict=True)
-    return [read_input(value, kind, f"{where}: column {column!r}", table.folder) for value, where in cells]
+    return column
 
 
 def find_label_column(table: Table, wanted: Wanted) -> str:
     """The name of the column of labels; that there is none is an error."""
-    column = _find_labels(table, wanted)
+    column = find_labels(table, wanted)
     if column is None:
         raise InputError(f"{table.place}: no column of labels found among {listed(table.columns)}; give label_column")
     return column
 
 
-def _find_labels(table: Table, wanted: Wanted) -> str | None:
+def find_labels(table: Table, wanted: Wanted) -> str | None:
+    """The name of the column of labels, if there is one."""
     if wanted.label_column is not None:
         return _find_named(table, wanted.label_column)
     only = next(iter(table.names)) if len(table.names) == 1 else None
@@ -115,12 +173,13 @@ def _find(table: Table, names: Iterable[str], but: str | None = None) -> str | N
 
 
 def _holds_lists(table: Table, column: str) -> bool:
-    return any(isinstance(value, list) for value in table.columns[column])
+    cells = table.columns[column]
+    return not isinstance(cells, Texts) and any(isinstance(value, list) for value in cells)
 
 
-def _are_texts(values: list[Any]) -> bool:
+def _are_texts(values: Sequence[Any]) -> bool:
     """Whether values are strings, and not all of them numbers."""
-    if not all(isinstance(value, str) for value in values):
+    if not (values.complete if isinstance(values, Texts) else all(isinstance(value, str) for value in values)):
         return False
     return not all(re.fullmatch(r"\s*[-+]?[0-9.]*(e[-+]?[0-9]+)?\s*", value, re.IGNORECASE) for value in values)
 
@@ -156,7 +215,8 @@ def _check_label(value: Any, where: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of integers turns into floats where one of them is missing
     if not isinstance(value, str | int):
-        raise InputError(f"{where}: expected a label, found {shown(value)}")
+        number = "; a number to estimate is not a class" if isinstance(value, float) else ""
+        raise InputError(f"{where}: expected a label, found {shown(value)}{number}")
     return _check_string(str(value).strip(), where)
 
 
@@ -170,8 +230,13 @@ def _check_string(value: Any, where: str) -> str:
     return value
 
 
-def _find_file(value: Any, where: str, folder: Path) -> Path | bytes:
-    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any."""
+def _find_file(value: Any, where: str, folder: Path) -> Any:
+    """A file in the folder; or, of what Hugging Face stores as ``{"bytes", "path"}``, the bytes if there are any.
+
+    What is an image or a sound itself, as `Examples` has it, stays as it is.
+    """
+    if isinstance(value, bytes | tuple | np.ndarray):
+        return value
     if isinstance(value, dict):
         content, value = value.get("bytes"), value.get("path")
         if content and isinstance(content, bytes):

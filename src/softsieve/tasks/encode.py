@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
+from itertools import pairwise
 from math import gcd
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -18,16 +19,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError, first_line
 from softsieve.extras import package
 from softsieve.tasks.examples import Examples
-from softsieve.tasks.models import BUCKETS, SAMPLE_RATE, AudioBody, Body, ImageBody, TextBody, TokensBody
+from softsieve.tasks.hashing import AT_HAND, WORD, HashedTexts
+from softsieve.tasks.models import (
+    BUCKETS,
+    SAMPLE_RATE,
+    TEXT_BUCKETS,
+    AudioBody,
+    Body,
+    ImageBody,
+    PlainTextBody,
+    TextBody,
+    TokensBody,
+)
 
 LARGEST_IMAGE = 64
 SHORTEST_SOUND, LONGEST_SOUND = SAMPLE_RATE // 4, 5 * SAMPLE_RATE  # samples
 HIGHEST_RATE = 384_000  # samples a second that are believed; resampling takes memory in proportion
-MOST_IDS = 512  # hashed features of a text
+MOST_IDS = (512, 1536)  # hashed features of a text, up to version 0.3 and since
+LONG, SHORT = 512, 128  # words of a text that the built-in model reads; words or tokens of others
 FEATURES = (64, 256)  # of a text, with few and with many classes
+MANY_TEXTS = 1024  # beyond which it is worth loading a compiled function that encodes them
 MANY = 1000  # classes beyond which 64 features do not tell them apart
 LENGTH = MappingProxyType({"max_length": (4, 2**20)})  # words or tokens; room for a tokenizer's own
 
@@ -39,6 +54,7 @@ class Encoded(NamedTuple):
     lengths: Tensor | None = None
     sequences: tuple[str, ...] = ()
     words: Tensor | None = None  # tokens: (rows, words) position of every word, -1 for one that was not read or is none
+    texts: Mapping[str, HashedTexts] = MappingProxyType({})  # inputs that are made batch by batch
 
 
 @dataclass(frozen=True)
@@ -49,12 +65,16 @@ class Encoder(ABC):
     newer: ClassVar[Mapping[str, int]] = MappingProxyType({})  # what those were that earlier versions did not keep
 
     @abstractmethod
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
         """The inputs of the examples; decoding uses so many threads, and names one that cannot be decoded."""
 
     @abstractmethod
     def body(self) -> Body:
         """A fresh model body for what `encode` gives."""
+
+    def unpack(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a file by their names in the model."""
+        return dict(weights)
 
 
 @dataclass(frozen=True)
@@ -63,20 +83,27 @@ class TextEncoder(Encoder):
 
     max_length: int
     features: int = FEATURES[0]
-    settings = MappingProxyType({**LENGTH, "features": FEATURES})
-    newer = MappingProxyType({"features": FEATURES[0]})
+    weighted: int = 1  # by how rare features are; 0 for a model of version 0.3 or earlier
+    settings = MappingProxyType({**LENGTH, "features": FEATURES, "weighted": (0, 1)})
+    newer = MappingProxyType({"features": FEATURES[0], "weighted": 0})
 
     @classmethod
     def fit(cls, max_length: int, classes: int) -> TextEncoder:
         """Wide enough to tell so many classes apart."""
         return cls(max_length, FEATURES[1] if classes > MANY else FEATURES[0])
 
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        ids, lengths = padded([text_ids(text, self.max_length) for text in examples.inputs])
-        return Encoded({"ids": ids}, lengths, ("ids",))
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
+        size = {"most": MOST_IDS[self.weighted], "buckets": TEXT_BUCKETS[self.features] if self.weighted else BUCKETS}
+        if len(examples.inputs) < MANY_TEXTS:
+            ids, lengths = padded([text_ids(text, self.max_length, **size) for text in examples.inputs])
+            return Encoded({"ids": ids}, lengths, ("ids",))
+        texts = HashedTexts(examples.inputs, self.max_length, progress=progress, **size)
+        if 4 * len(texts) * texts.longest > AT_HAND:
+            return Encoded({}, texts.lengths, ("ids",), texts={"ids": texts})
+        return Encoded({"ids": texts.dense(progress=progress)}, texts.lengths, ("ids",))
 
     def body(self) -> Body:
-        return TextBody(self.features)
+        return (TextBody if self.weighted else PlainTextBody)(self.features)
 
 
 @dataclass(frozen=True)
@@ -86,7 +113,7 @@ class TokensEncoder(Encoder):
     max_length: int
     settings = LENGTH
 
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
         places, _ = padded([range(len(words)) for words in examples.inputs], fill=-1)
         read = [[word_ids(word) for word in words[: self.max_length]] for words in examples.inputs]
         ids, lengths = padded(read, shape=(4,))
@@ -112,8 +139,10 @@ class ImageEncoder(Encoder):
         grey = all((pixels == pixels[..., :1]).all() for pixels, _ in images)
         return cls(size=min(max(side, 8), LARGEST_IMAGE), mirror=int(not grey))
 
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        images = _decode_each(lambda value, where: _decode_image(value, where, self.size)[0], examples, workers)
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
+        images = _decode_each(
+            lambda value, where: _decode_image(value, where, self.size)[0], examples, workers, progress
+        )
         return Encoded({"pixels": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()})
 
     def body(self) -> Body:
@@ -133,8 +162,10 @@ class AudioEncoder(Encoder):
         lengths = [len(_decode_sound(value, where, LONGEST_SOUND)) for value, where in _sample(train)]
         return cls(samples=max(int(np.quantile(lengths, 0.99)), SHORTEST_SOUND))
 
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
-        sounds = _decode_each(lambda value, where: _decode_sound(value, where, self.samples), examples, workers)
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
+        sounds = _decode_each(
+            lambda value, where: _decode_sound(value, where, self.samples), examples, workers, progress
+        )
         samples = np.zeros((len(sounds), self.samples), np.int16)
         for row, sound in zip(samples, sounds, strict=True):
             row[: len(sound)] = sound
@@ -159,22 +190,21 @@ def built_in(kind: str, train: Examples, max_length: int, classes: int) -> Encod
     return ImageEncoder.fit(train) if kind == "image" else AudioEncoder.fit(train)
 
 
-# A word, a character of a script that puts no spaces between words, or any other sign.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
+def text_ids(text: str, max_length: int, *, most: int = MOST_IDS[0], buckets: int | None = None) -> list[int]:
+    """Hashed features of the first words of a text: words and pairs first, so that they survive a long one.
 
-
-def text_ids(text: str, max_length: int) -> list[int]:
-    """Hashed features of the first words of a text: words and pairs first, so that they survive a long one."""
-    words = _WORD.findall(text.lower())[:max_length]
-    pairs = [hashed(f"{first} {second}") for first, second in zip(["<", *words], [*words, ">"], strict=True)]
-    pieces = [piece for word in words for piece in _hash_parts(word)]
-    return [*map(hashed, words), *pairs, *pieces][:MOST_IDS]
+    `HashedTexts` gives the same for many texts.
+    """
+    words = WORD.findall(text.lower())[:max_length]
+    pairs = [hashed(f"{first} {second}", buckets) for first, second in pairwise(["<", *words, ">"])]
+    pieces = [piece for word in words for piece in _hash_parts(word, buckets)]
+    return [*(hashed(word, buckets) for word in words), *pairs, *pieces][:most]
 
 
 @lru_cache(2**16)
-def _hash_parts(word: str) -> list[int]:
+def _hash_parts(word: str, buckets: int | None) -> list[int]:
     whole = f"<{word}>"
-    return [hashed(f"#{whole[i : i + n]}") for n in (3, 4, 5) for i in range(len(whole) - n + 1)]
+    return [hashed(f"#{whole[i : i + n]}", buckets) for n in (3, 4, 5) for i in range(len(whole) - n + 1)]
 
 
 @lru_cache(2**16)
@@ -186,9 +216,9 @@ def word_ids(word: str) -> list[int]:
     return [hashed(small), hashed(f"^{small[:3]}"), hashed(f"{small[-3:]}$"), hashed(f"@{shape}")]
 
 
-def hashed(feature: str) -> int:
-    """A bucket from 1 on, 0 being padding; the same on every machine."""
-    return zlib.crc32(feature.encode("utf-8", "surrogatepass")) % (BUCKETS - 1) + 1
+def hashed(feature: str, buckets: int | None = None) -> int:
+    """A bucket from 1 on, 0 being padding, of so many, None: `BUCKETS`; the same on every machine."""
+    return zlib.crc32(feature.encode("utf-8", "surrogatepass")) % ((buckets or BUCKETS) - 1) + 1
 
 
 def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -207,12 +237,36 @@ def padded(lists: Sequence[Sequence[Any]], *, fill: int = 0, shape: tuple[int, .
     return out, lengths.clamp_min(1)
 
 
-def _decode_each(decode: Callable[[Any, str], Any], examples: Examples, workers: int) -> list[Any]:
+def _decode_each(
+    decode: Callable[[Any, str], Any], examples: Examples, workers: int, progress: ProgressCallback
+) -> list[Any]:
     """Every input decoded, in order."""
+
+    def decode_one(value: Any, where: str) -> Any:
+        decoded = decode(value, where)
+        progress("decoding images or sounds", 1 / len(examples.inputs))
+        return decoded
+
     if workers > 1:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(decode, examples.inputs, examples.where))
-    return list(map(decode, examples.inputs, examples.where))
+            return list(pool.map(decode_one, examples.inputs, examples.where))
+    return list(map(decode_one, examples.inputs, examples.where))
+
+
+def find_broken(kind: str, examples: Examples, workers: int, progress: ProgressCallback) -> list[str | None]:
+    """What is wrong with every image or sound, None for nothing; they are decoded to see it."""
+
+    def attempt(value: Any, where: str) -> str | None:
+        try:
+            if kind == "image":
+                _decode_image(value, where, LARGEST_IMAGE)
+            else:
+                _decode_sound(value, where, LONGEST_SOUND)
+        except InputError as error:
+            return str(error)
+        return None
+
+    return _decode_each(attempt, examples, workers, progress)
 
 
 def _sample(examples: Examples) -> Iterator[tuple[Any, str]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from softsieve.errors import InputError
+from softsieve.tasks.reading import Reading
+from softsieve.tasks.texts import pick_cells
 
 KINDS = ("text", "multilabel", "tokens", "image", "audio")
 MEDIA = {"image": (".png", ".jpg", ".jpeg", ".bmp", ".webp"), "audio": (".wav", ".flac", ".ogg", ".mp3")}
@@ -13,16 +17,29 @@ PARTS = {"train": ("train",), "validation": ("validation", "valid", "dev", "val"
 
 
 class Examples(NamedTuple):
-    """One part of a data set; three lists of equal length.
+    """One part of a data set: inputs, labels and places of equal length, the labels maybe missing (an empty list).
 
     Inputs by kind. text, multilabel: str; tokens: list[str] (words or characters); image: Path, bytes of such a file,
     or uint8 array (H, W) or (H, W, 3); audio: Path, bytes of such a file, or (float32 mono samples, rate).
     Labels by kind. text, image, audio: str; multilabel: list[str], may be empty; tokens: list[str], one per word.
     """
 
-    inputs: list[Any]
-    labels: list[Any]
-    where: list[str]  # for error messages: "train.csv:17" or a file name
+    inputs: Sequence[Any]
+    labels: Sequence[Any]
+    where: Sequence[str]  # for error messages: "train.csv:17" or a file name
+    others: Mapping[str, Sequence[Any]] = MappingProxyType({})  # columns of no use here, cell by cell as they were read
+    notes: tuple[str, ...] = ()  # what a user should know of how they were read
+
+    def pick(self, rows: Sequence[int]) -> Examples:
+        """Some of the examples, in the order of ``rows``.
+
+        Example:
+            >>> Examples(["a", "b"], ["x", "y"], ["1", "2"]).pick([1]).inputs
+            ['b']
+        """
+        inputs, labels, where = (pick_cells(cells, rows) if len(cells) else [] for cells in self[:3])
+        others = {name: pick_cells(cells, rows) for name, cells in self.others.items()}
+        return Examples(inputs, labels, where, others, self.notes)
 
 
 class Data(NamedTuple):
@@ -34,6 +51,7 @@ class Data(NamedTuple):
     validation: Examples | None
     test: Examples | None
     labels: list[str] | None = None  # the full label set, where it is known beyond what training shows
+    notes: tuple[str, ...] = ()  # what a user should know of how they were read: rows left out, labels not seen
 
 
 def label_names(data: Data) -> list[str]:
@@ -54,6 +72,7 @@ class Wanted(NamedTuple):
     kind: str | None
     text_column: str | None
     label_column: str | None
+    how: Reading = Reading()  # objects in memory leave no notes on it
 
     def expect_no_columns(self, place: object) -> None:
         """Refuse the name of a column where there are none."""

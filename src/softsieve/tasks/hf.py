@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError, shown
 from softsieve.extras import loaded, package
 from softsieve.tasks.encode import LENGTH, Encoded, Encoder, padded
 from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
 
-FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration
+BLOCK = 4096  # texts that are lists of tokens at a time
+FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration, where transformers has no such classifier
+HEAD, BODY = "head.", "body.model."  # how the names of a classifier's weights begin
+_OWN_HEAD = MappingProxyType({**LENGTH, "own_head": (0, 1)})
+_PROBE = 7919  # labels of a classifier that is only made to see which of its layers has as many outputs
 _LARGEST = {  # what a configuration may ask for, so that a damaged file is an error and not a full memory
     "vocab_size": 2**22,
     "hidden_size": 2**16,
@@ -36,25 +43,49 @@ class PretrainedBody(Body):
         if hasattr(encoder, "pooler"):
             # Its parameters no loss would reach, which distributed training takes for a fault.
             encoder.register_module("pooler", None)
-        for module in encoder.modules():
-            if hasattr(module, "relative_position_bucket") and hasattr(module, "compute_position_bias"):
-                module.relative_position_bucket = KeptBuckets(module)  # type: ignore[assignment]
+        _keep_buckets(encoder)
         self.encoder, self.features, self.per_word = encoder, features, per_word
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, **inputs: Tensor) -> Tensor:
         attended = inputs.pop("attention_mask")
-        mask = _as_numbers(attended) if self._needs_numbers(attended) else attended
+        mask = _recordable(attended, self.encoder)
         hidden: Tensor = self.encoder(attention_mask=mask, **inputs).last_hidden_state  # (rows, positions, features)
         if not self.per_word:
             share = attended.unsqueeze(-1).to(hidden.dtype)
             hidden = (hidden * share).sum(1) / share.sum(1)
         return self.dropout(hidden)  # type: ignore[no-any-return]
 
-    def _needs_numbers(self, mask: Tensor) -> bool:
-        """Whether a CUDA graph is being recorded of attention that is not fused, whose masks copy from the host."""
-        fused: bool = getattr(self.encoder.config, "_attn_implementation", "") != "eager"
-        return not fused and mask.is_cuda and torch.cuda.is_current_stream_capturing()
+
+class ClassifierBody(Body):
+    """A classifier of transformers up to its last layer, ``output``: what it computes of hidden states is its own.
+
+    With a linear head in the place of that layer it is that classifier, and is saved as one.
+    """
+
+    def __init__(self, model: nn.Module, output: str) -> None:
+        super().__init__()
+        _keep_buckets(model)
+        self.features: int = model.get_submodule(output).in_features  # type: ignore[assignment]
+        model.set_submodule(output, nn.Identity())
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        mask = _recordable(inputs.pop("attention_mask"), self.model)
+        return self.model(attention_mask=mask, **inputs).logits  # type: ignore[no-any-return]
+
+
+def _keep_buckets(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "relative_position_bucket") and hasattr(module, "compute_position_bias"):
+            module.relative_position_bucket = KeptBuckets(module)  # type: ignore[assignment]
+
+
+def _recordable(mask: Tensor, model: nn.Module) -> Tensor:
+    """A mask, as numbers while a CUDA graph is recorded of attention that is not fused: it copies from the host."""
+    fused: bool = getattr(model.config, "_attn_implementation", "") != "eager"
+    needed = not fused and mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return _as_numbers(mask) if needed else mask
 
 
 def _as_numbers(attended: Tensor) -> Tensor:
@@ -96,13 +127,24 @@ class PretrainedEncoder(Encoder):
     config: Any
     per_word: bool
     source: str | None = None  # where the weights are; None: those of a saved task, which its checkpoint has
-    settings = LENGTH
+    own_head: int = 0  # whether the model is the architecture's classifier; else the mean of hidden states
+    settings = _OWN_HEAD
+    newer = MappingProxyType({"own_head": 0})
 
     @classmethod
-    def load(cls, source: str | Path, *, max_length: int, per_word: bool) -> PretrainedEncoder:
-        """The encoder of a name or folder, for texts of at most so many of its tokens; of a path, what `save` wrote."""
+    def load(
+        cls, source: str | Path, *, max_length: int, per_word: bool, own_head: int | None = None
+    ) -> PretrainedEncoder:
+        """The encoder of a name or folder, for texts of at most so many of its tokens; of a path, what `save` wrote.
+
+        With its own head if that is asked for; if nothing is said, where that is the same, with a label for every word.
+
+        Raises:
+            InputError: when transformers has no such classifier that ends in a layer.
+        """
         saved = isinstance(source, Path)
-        name = str(Path(source) / FOLDER) if saved else str(source)
+        at_root = saved and (Path(source) / "config.json").exists()
+        name = str(Path(source) / FOLDER) if saved and not at_root else str(source)
         place = name if saved else f"model {name}"
         options: dict[str, Any] = {"local_files_only": True} if saved else {}
         if saved and not Path(name).is_dir():
@@ -127,20 +169,83 @@ class PretrainedEncoder(Encoder):
         if not isinstance(longest, int | float) or longest < 1:
             raise InputError(f"{place}: model_max_length: expected a number of tokens, found {shown(longest)}")
         longest = longest if longest < 2**20 else positions
-        return cls(int(min(max_length, longest)), tokenizer, config, per_word, None if saved else name)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = tokenizer.pad_token_id  # by which classifiers know where a text ends
+        has_head = own_head != 0 and (own_head == 1 or per_word) and output_layer(config, per_word=per_word) is not None
+        if own_head == 1 and not has_head:
+            raise InputError(f"{place}: pooling: expected an architecture with a classifier, found {config.model_type}")
+        return cls(int(min(max_length, longest)), tokenizer, config, per_word, None if saved else name, int(has_head))
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer and configuration, so that `load` needs no hub."""
-        self.tokenizer.save_pretrained(str(folder / FOLDER))
-        self.config.save_pretrained(str(folder / FOLDER))
+    @property
+    def output(self) -> str | None:
+        """The name of the layer of transformers' classifier whose place the head takes; None with a mean instead."""
+        return output_layer(self.config, per_word=self.per_word) if self.own_head else None
 
-    def encode(self, examples: Examples, *, workers: int = 0) -> Encoded:
+    def save(self, folder: Path, labels: list[str], *, multilabel: bool, whole: bool) -> None:
+        """Write tokenizer and configuration, so that `load` needs no hub.
+
+        With ``whole``, to where transformers looks for those of a classifier, with the names of the labels.
+        """
+        place, config = folder if whole else folder / FOLDER, copy.deepcopy(self.config)
+        if whole:
+            config.architectures = [type(self._make_empty(config)).__name__]
+            self.describe(config, labels, multilabel=multilabel)
+        self.tokenizer_as_trained().save_pretrained(str(place))
+        config.save_pretrained(str(place))
+
+    def describe(self, config: Any, labels: list[str], *, multilabel: bool) -> None:
+        """Put into a configuration of transformers what it should say of the labels."""
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+        if not self.per_word:
+            config.problem_type = f"{'multi' if multilabel else 'single'}_label_classification"
+        config.dtype = "float32"
+
+    def tokenizer_as_trained(self) -> Any:
+        """The tokenizer, by which pipelines cut texts as training did."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.model_max_length = self.max_length
+        return tokenizer
+
+    def _make_empty(self, config: Any) -> Any:
+        with torch.device("meta"):
+            return _classifiers(self.per_word).from_config(config)
+
+    def pack(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a model of this body and a linear head by their names in transformers."""
+        return {self._rename(name): value for name, value in weights.items()}
+
+    def _rename(self, name: str) -> str:
+        return name.removeprefix(BODY) if name.startswith(BODY) else f"{self.output}.{name.removeprefix(HEAD)}"
+
+    def unpack(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `pack` was given; weights that were not packed stay as they are."""
+        if self.output is None or f"{self.output}.weight" not in weights:
+            return dict(weights)
+        layer = f"{self.output}."
+        return {
+            HEAD + name.removeprefix(layer) if name.startswith(layer) else BODY + name: value
+            for name, value in weights.items()
+        }
+
+    def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
         options = {"is_split_into_words": self.per_word, "max_length": self.max_length, "truncation": True}
         options |= {"padding": True, "return_attention_mask": True}
         complaint = f"{self.tokenizer.name_or_path}: its tokenizer fails"
-        encoded = loaded(lambda: self.tokenizer(examples.inputs, **options), complaint)
-        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
-        inputs = {name: torch.tensor(encoded[name]) for name in names}
+        fill = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
+        fill["token_type_ids"] = self.tokenizer.pad_token_type_id
+        parts: dict[str, list[Tensor]] = {}
+        places: list[list[int]] = []
+        for first in range(0, len(examples.inputs), BLOCK):
+            some = list(examples.inputs[first : first + BLOCK])
+            encoded = loaded(lambda some=some: self.tokenizer(some, **options), complaint)  # type: ignore[misc]
+            for name in filter(encoded.__contains__, fill):
+                parts.setdefault(name, []).append(torch.tensor(encoded[name], dtype=torch.long))
+            if self.per_word:
+                places += [_first_tokens(encoded.word_ids(row), len(words)) for row, words in enumerate(some)]
+            progress("tokenizing texts", len(some) / len(examples.inputs))
+        names = list(parts)
+        inputs = {name: _join(parts.pop(name), fill[name]) for name in names}
         inputs["attention_mask"][:, 0] = 1  # attention to nothing is not a number
         lengths = inputs["attention_mask"].sum(1)
         known, largest = getattr(self.config, "vocab_size", 2**31), int(inputs["input_ids"].max())
@@ -150,20 +255,49 @@ class PretrainedEncoder(Encoder):
             )
         if not self.per_word:
             return Encoded(inputs, lengths, tuple(names))
-        places = [_first_tokens(encoded.word_ids(row), len(words)) for row, words in enumerate(examples.inputs)]
         words, _ = padded(places, fill=-1)
         return Encoded(inputs, lengths, (*names, "target"), words)
 
     def body(self) -> Body:
         transformers = package("transformers", "a pretrained model")
+        models = _classifiers(self.per_word) if self.own_head else transformers.AutoModel
         if self.source is None:
-            encoder = transformers.AutoModel.from_config(self.config, dtype=torch.float32)
+            config = copy.deepcopy(self.config)
+            config.num_labels = 1  # the layer of labels is another
+            model = models.from_config(config, dtype=torch.float32)
         else:
-            load = transformers.AutoModel.from_pretrained
             complaint = f"model {self.source}: cannot be loaded"
-            with no_bar(transformers.utils.logging):
-                encoder = loaded(lambda: load(self.source, dtype=torch.float32), complaint)
-        return PretrainedBody(encoder, features=self.config.hidden_size, per_word=self.per_word)
+            with no_bar(transformers.utils.logging), _no_remarks(transformers.utils.logging):
+                load = models.from_pretrained
+                model = loaded(lambda: load(self.source, config=self.config, dtype=torch.float32), complaint)
+        if self.output is not None:
+            return ClassifierBody(model, self.output)
+        return PretrainedBody(model, features=self.config.hidden_size, per_word=self.per_word)
+
+
+def _classifiers(per_word: bool) -> Any:
+    """The class of transformers that makes classifiers of texts or of words."""
+    transformers = package("transformers", "a pretrained model")
+    return transformers.AutoModelForTokenClassification if per_word else transformers.AutoModelForSequenceClassification
+
+
+def output_layer(config: Any, *, per_word: bool) -> str | None:
+    """The name of the last layer of an architecture's classifier, None if it has no classifier that ends in a layer."""
+    config = copy.deepcopy(config)
+    config.num_labels = _PROBE
+    try:
+        with torch.device("meta"):
+            model = _classifiers(per_word).from_config(config)
+    except Exception:  # transformers raises anything for an architecture without
+        return None
+    found = [name for name, layer in model.named_modules() if getattr(layer, "out_features", 0) == _PROBE]
+    return found[0] if len(found) == 1 else None
+
+
+def _join(parts: list[Tensor], fill: int) -> Tensor:
+    """Rows (some, positions) below each other, filled up to the longest."""
+    width = max([1, *(part.shape[1] for part in parts)])
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
 
 
 def read_hidden_size(name: str) -> int:
@@ -192,6 +326,17 @@ def no_bar(logging: Any) -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_remarks(logging: Any) -> Iterator[None]:
+    """Without what the library says of layers that are new, as they should be."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _check_config(config: Any, place: str) -> None:

@@ -7,12 +7,14 @@ or draws random numbers outside torch, so a training step can be captured in a C
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BUCKETS = 2**15  # of hashed features; AdamW passes over the whole table at every step, which is most of its cost
+BUCKETS = 2**15  # of hashed features of words in sentences, and of texts up to version 0.3
+TEXT_BUCKETS = {64: 2**17, 256: 2**16}  # of hashed features of texts, by how many features a text comes to
 SAMPLE_RATE = 8000
 
 
@@ -21,8 +23,11 @@ class Body(nn.Module):
 
     features: int
 
+    def fit(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        """Take up what the inputs of training rows tell, before training; most bodies take nothing."""
 
-class Classifier(nn.Module):
+
+class Net(nn.Module):
     """A body and the head of an objective; called with the inputs of `Rows` by name.
 
     While it is ``headless`` it returns what the head would be given: for losses that do without logits.
@@ -38,13 +43,66 @@ class Classifier(nn.Module):
 
 
 class TextBody(Body):
-    """Sum of the embeddings of hashed features ``ids`` (rows, n), padded with 0, which does not count."""
+    """Sum of the embeddings of hashed features ``ids`` (rows, n), padded with 0, weighted by how rare they are (idf).
+
+    A feature that `fit` has not seen counts for nothing, as in a linear model. Weights of a text have norm 1, so that a
+    long one is as large as a short one; in training some of the features are left out.
+
+    ``by_rows`` makes the gradient of the table sparse, for `RowAdamW`, which then takes the rows of a batch and not the
+    whole table. It makes the host wait for the device, so it is for the CPU.
+    """
+
+    idf: Tensor
+
+    def __init__(self, features: int = 64) -> None:
+        super().__init__()
+        self.features, self.by_rows = features, False
+        self.table = nn.EmbeddingBag(TEXT_BUCKETS[features], features, mode="sum", padding_idx=0)
+        _shrink_embeddings(self.table, 0.01)
+        self.register_buffer("idf", torch.ones(TEXT_BUCKETS[features]).index_fill_(0, torch.tensor([0]), 0.0))
+        self.thin, self.dropout = nn.Dropout(0.2), nn.Dropout(0.2)
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        seen, rows = torch.zeros_like(self.idf), 0
+        for inputs in batches:
+            ordered = inputs["ids"].long().sort(1).values
+            first = torch.ones_like(ordered, dtype=torch.bool)
+            first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+            seen += torch.bincount(ordered[first], minlength=len(seen)).to(seen)
+            rows += len(ordered)
+        self.idf.copy_(torch.where(seen > 0, ((1 + rows) / (1 + seen)).log() + 1, 0))
+        self.idf[0] = 0
+
+    def _weigh(self, ids: Tensor) -> Tensor:
+        """The shares of ordered ids in the TF-IDF vectors of their texts, of norm 1; counts are 1 + their log."""
+        new = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+        run = new.long().cumsum(1) - 1  # the how-manieth feature it is
+        counts = torch.zeros_like(run).scatter_add(1, run, torch.ones_like(run)).gather(1, run).float()
+        whole = (1 + counts.log()) * self.idf[ids]  # of a feature, at each of the places that it has
+        norm = (whole.square() / counts).sum(1, keepdim=True).sqrt()
+        return whole / counts / norm.clamp_min(1e-6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids.long().sort(1).values  # ONNX mixes up whole numbers of two sizes
+        weights = self.thin(self._weigh(ids))
+        if self.by_rows and self.training and torch.is_grad_enabled():
+            numbers, places = torch.unique(ids, return_inverse=True)
+            rows = F.embedding(numbers, self.table.weight, sparse=True)
+            summed = F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
+        else:
+            summed = self.table(ids, per_sample_weights=weights)
+        return self.dropout(summed)  # type: ignore[no-any-return]
+
+
+class PlainTextBody(Body):
+    """The text body up to version 0.3, for models that it wrote: features that all count the same, none left out."""
 
     def __init__(self, features: int = 64) -> None:
         super().__init__()
         self.features = features
         self.table = nn.EmbeddingBag(BUCKETS, features, mode="sum", padding_idx=0)
-        _shrink_embeddings(self.table)
+        _shrink_embeddings(self.table, 0.1)
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -61,7 +119,7 @@ class TokensBody(Body):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(BUCKETS, 64, padding_idx=0)
-        _shrink_embeddings(self.table)
+        _shrink_embeddings(self.table, 0.1)
         self.widen = nn.Linear(64, self.features)
         self.convolutions = nn.ModuleList(nn.Conv1d(self.features, self.features, 5, padding=2) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(self.features) for _ in range(3))
@@ -167,8 +225,8 @@ def _make_convolution(channels: int, out_channels: int, *, kernel: int = 3, stri
     return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
 
 
-def _shrink_embeddings(table: nn.Embedding | nn.EmbeddingBag) -> None:
-    nn.init.normal_(table.weight, std=0.1)
+def _shrink_embeddings(table: nn.Embedding | nn.EmbeddingBag, deviation: float) -> None:
+    nn.init.normal_(table.weight, std=deviation)
     with torch.no_grad():
         table.weight[0] = 0
 

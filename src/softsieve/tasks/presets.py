@@ -15,6 +15,7 @@ from softsieve.errors import InputError, first_line
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.files import parse_json, read_bytes, read_lines, read_text
 from softsieve.tasks.read import hold_out, read_data
+from softsieve.tasks.reading import Reading
 from softsieve.tasks.tables import read_conll, read_table
 
 _Rows = Iterable[tuple[Any, Any, str]]  # input, label, place
@@ -90,7 +91,7 @@ def _reuters(folder: Path) -> Data:
     topics = [line for _, line in read_lines(folder / "topics90.txt")]
 
     def rows(part: str) -> _Rows:
-        table = read_table(folder / f"{part}.jsonl.gz")
+        table = read_table(folder / f"{part}.jsonl.gz", Reading())
         columns = [table.columns[name] for name in ("title", "text", "topics")]
         for where, title, text, has in zip(table.where, *columns, strict=True):
             if kept := [topic for topic in has if topic in topics]:
@@ -103,7 +104,7 @@ def _eurlex57k(folder: Path) -> Data:
     """The label set is that of all parts, as some EuroVoc concepts occur in the validation or test part only."""
 
     def rows(part: str) -> list[tuple[Any, Any, str]]:
-        table = read_table(folder / f"{part}.jsonl.gz")
+        table = read_table(folder / f"{part}.jsonl.gz", Reading())
         return list(zip(table.columns["text"], table.columns["labels"], table.where, strict=True))
 
     train, validation, test = (rows(part) for part in ("train", "dev", "test"))
@@ -113,7 +114,7 @@ def _eurlex57k(folder: Path) -> Data:
 
 def _conll2003(folder: Path) -> Data:
     def part(name: str) -> Examples:
-        examples = read_conll(folder / f"{name}.txt.gz")
+        examples = read_conll(folder / f"{name}.txt.gz", Reading())
         return examples._replace(labels=[_mark_beginnings(tags) for tags in examples.labels])
 
     return Data("", "tokens", part("train"), part("valid"), part("test"))
@@ -134,7 +135,7 @@ def _sighan15(folder: Path) -> Data:
     folder = folder / "simplified"
 
     def rows(*names: str) -> list[tuple[list[str], list[str], str]]:
-        tables = [read_table(folder / f"{name}.tsv.gz") for name in names]
+        tables = [read_table(folder / f"{name}.tsv.gz", Reading()) for name in names]
         pairs = [zip(t.columns["error"], t.columns["correct"], t.where, strict=True) for t in tables]
         return [(list(error), list(correct), where) for pair in pairs for error, correct, where in pair]
 
@@ -171,7 +172,7 @@ def _read_idx(path: Path, dimensions: int) -> Any:
 
 def _eurosat(folder: Path) -> Data:
     files = _read_archive(folder / "images.tar.xz")
-    table = read_table(folder / "splits.tsv")
+    table = read_table(folder / "splits.tsv", Reading())
     columns = [table.columns[name] for name in ("file", "class", "split")]
     splits: dict[str, list[tuple[Any, str, str]]] = {"train": [], "validation": [], "test": []}
     for where, name, label, split in zip(table.where, *columns, strict=True):

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from softsieve import _checks
-from softsieve.errors import InputError, listed
+from softsieve._progress import ProgressCallback, no_progress
+from softsieve.errors import InputError, listed, shown
 from softsieve.extras import loaded, package
 from softsieve.tasks.columns import find_label_column, read_input, table_examples, table_inputs
+from softsieve.tasks.encode import find_broken
 from softsieve.tasks.examples import KINDS, MEDIA, PARTS, Data, Examples, Part, Wanted, as_list, label_names, media_kind
-from softsieve.tasks.files import read_lines
-from softsieve.tasks.tables import Table, arrow_columns, is_conll, is_table, read_conll, read_table
+from softsieve.tasks.files import iter_lines
+from softsieve.tasks.plain import read_plain
+from softsieve.tasks.reading import Reading, unseen_note
+from softsieve.tasks.tables import BLOCK, Table, add_cells, is_conll, is_table, read_conll, read_table
+from softsieve.tasks.texts import Column, Places, make_column
+
+SUSPICIOUS = 20  # rows from which labels that hardly repeat are taken for a mistake
 
 
 def read_data(
     source: str | Path, *, validation: str | Path | None = None, test: str | Path | None = None,
     kind: str | None = None, text_column: str | None = None, label_column: str | None = None,
-    validation_share: float = 0.1, seed: int = 0,
+    validation_share: float = 0.1, seed: int = 0, on_error: str = "stop", delimiter: str | None = None,
+    encoding: str | None = None, workers: int = 0, progress: ProgressCallback = no_progress,
 ) -> Data:  # fmt: skip
     """A data set from a file, a folder, or the name of a Hugging Face data set.
 
-    Files are .csv, .tsv (read without quoting), .jsonl, .parquet and, for tokens, CoNLL-style .conll or .txt; all but
-    .parquet also as .gz. Folders hold one folder of images or sounds per class, or train, validation and test folders
-    of such; or files train.csv, validation.csv, ...; or what `datasets.Dataset.save_to_disk` wrote.
+    Files are .csv, .tsv (read without quoting), .jsonl, .json (a list of objects, or an object of columns), .parquet
+    and, for tokens, CoNLL-style .conll; all but .parquet also as .gz. A .txt file has lines of fastText
+    ("__label__name text"), lines of a label, a tab and a text, or is CoNLL-style, which its content tells.
+    Folders hold one folder of images or sounds per class, or train, validation and test folders of such; or files
+    train.csv, validation.csv, ...; or what `datasets.Dataset.save_to_disk` wrote.
 
     Args:
         source: the training data, and the validation and test data that come with it.
@@ -40,6 +50,17 @@ def read_data(
         label_column: column of the labels, where its name does not tell.
         validation_share: share of the training rows to hold out, from 0 (none) to below 1.
         seed: of that draw.
+        on_error: "stop" at the first row that cannot be used, or "skip" such rows, images and sounds; `Data.notes`
+            says how many, and where the first are.
+        delimiter: between the cells of .csv and .tsv files, "tab" for one. Of a .csv file None is a comma or, where
+            the header has none, the semicolon, tab or bar that divides it.
+        encoding: of text files. None is what the first bytes say, or UTF-8, or cp1252 where bytes are not UTF-8 and
+            nothing speaks against it, which `Data.notes` says.
+        workers: threads that try images and sounds where broken ones are to be skipped.
+        progress: called with what is being read, and the share of it that was.
+
+    Labels of validation and test rows that training has not seen are kept; they count as wrong, and `Data.notes` says
+    how many there are.
 
     Raises:
         InputError: saying what cannot be used, and where.
@@ -54,13 +75,14 @@ def read_data(
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, found {kind!r}")
     if not 0 <= validation_share < 1:
         raise InputError(f"validation_share: expected a number from 0 to below 1, found {validation_share}")
-    wanted = Wanted(kind, text_column, label_column)
-    parts = _read(source, wanted)
+    how = Reading(on_error, delimiter, encoding, progress)
+    wanted = Wanted(kind, text_column, label_column, how)
+    parts = {name: _drop_broken(part, how, workers) for name, part in _read(source, wanted).items()}
     train = parts["train"]
     wanted = wanted._replace(kind=train.kind)  # what training is, the other parts must be
     rest: dict[str, Examples | None] = {}
     for name, own in (("validation", validation), ("test", test)):
-        part = parts.get(name) if own is None else _read_part(own, name, wanted)
+        part = parts.get(name) if own is None else _drop_broken(_read_part(own, name, wanted), how, workers)
         if part is not None and part.kind != train.kind:
             raise InputError(f"{part.examples.where[0]}: expected {train.kind} as in training, found {part.kind}")
         rest[name] = None if part is None else part.examples
@@ -68,7 +90,18 @@ def read_data(
     name = Path(path.name.removesuffix(".gz")).stem if path.is_file() else path.resolve().name
     name = name if path.exists() else str(source)
     data = Data(name, train.kind, train.examples, rest["validation"], rest["test"], train.labels)
-    _check_labels(data, str(source))
+    data = data._replace(notes=tuple(how.notes))
+    return with_validation(data, str(source), validation_share, seed=seed)
+
+
+def with_validation(data: Data, source: str, validation_share: float, *, seed: int = 0) -> Data:
+    """Data whose labels can be learnt, with a share of the training rows held out where there is no validation part.
+
+    Raises:
+        InputError: naming the source, for labels that cannot be learnt, or too few rows.
+    """
+    _check_labels(data, source)
+    data = data._replace(notes=(*data.notes, *_unseen_notes(data)))
     if data.validation is None and validation_share > 0:
         kept, held_out = hold_out(data, max(1, round(validation_share * len(data.train.inputs))), seed=seed)
         data = data._replace(train=kept, validation=held_out)
@@ -76,44 +109,60 @@ def read_data(
 
 
 def read_inputs(
-    source: str | Path, kind: str, *, text_column: str | None = None, label_column: str | None = None
-) -> Examples:
+    source: str | Path, kind: str, *, text_column: str | None = None, label_column: str | None = None,
+    on_error: str = "stop", delimiter: str | None = None, encoding: str | None = None, workers: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Examples:  # fmt: skip
     """What a trained model is to answer: a source as of `read_data`, with labels or without (an empty list).
 
     Without labels it may also be a file of texts, one a line (.txt); of words, one a line (.txt, .conll); or a folder
-    of images or sounds. Of a source with several parts it is the test.
+    of images or sounds. Of a source with several parts it is the test. Of a table, `Examples.others` has the other
+    columns.
 
     Args:
         source: file, folder or name of a data set.
         kind: one of `KINDS`, what the model was trained on.
         text_column, label_column: as in `read_data`; a column of labels with gaps counts as none.
+        on_error, delimiter, encoding, workers, progress: as in `read_data`; `Examples.notes` says what was left out.
 
     Raises:
         InputError: saying what cannot be used, and where.
     """
     _checks.choice("kind", kind, KINDS)
     _check_columns(text_column, label_column)
-    path, wanted = _checks.path("source", source), Wanted(kind, text_column, label_column)
+    how = Reading(on_error, delimiter, encoding, progress)
+    examples = _read_questions(_checks.path("source", source), kind, Wanted(kind, text_column, label_column, how))
+    examples = _drop_broken(Part(kind, examples), how, workers).examples
+    return examples._replace(notes=tuple(how.notes))
+
+
+def _read_questions(path: Path, kind: str, wanted: Wanted) -> Examples:
+    how = wanted.how
     if path.is_dir() and kind in MEDIA:
         files = _list_media(path, (kind,))
         if files:
             wanted.expect_no_columns(path)
             return Examples(files, [], [str(file) for file in files])
     if path.is_file() and is_conll(path):
+        table = read_plain(path, how, strict=True) if kind in ("text", "multilabel") else None
+        if table is not None:
+            return table_inputs(table, kind, wanted)
         wanted.expect_no_columns(path)
-        return read_conll(path, tags=False) if kind == "tokens" else line_inputs(read_lines(path), kind, path.parent)
+        if kind == "tokens":
+            return read_conll(path, how, tags=False)
+        return line_inputs(((f"{path}:{number}", line) for number, line in iter_lines(path, how)), kind, path.parent)
     if path.is_file() and is_table(path):
-        return table_inputs(read_table(path), kind, wanted)
-    return _read_part(source, "test", wanted).examples
+        return table_inputs(read_table(path, how), kind, wanted)
+    return _read_part(path, "test", wanted).examples
 
 
 def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path()) -> Examples:
     """Examples without labels from places and lines: texts, words between spaces, or names of files in the folder."""
-    examples = Examples([], [], [])
+    inputs, places = list[Any](), list[str]()
     for where, line in lines:
-        examples.inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
-        examples.where.append(where)
-    return examples
+        inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
+        places.append(where)
+    return Examples(inputs, [], places)
 
 
 def _check_columns(text_column: str | None, label_column: str | None) -> None:
@@ -143,29 +192,67 @@ def _read_part(source: str | Path, name: str, wanted: Wanted) -> Part:
 
 
 def _check_labels(data: Data, source: str) -> None:
-    """Refuse a single class, and labels that training does not know."""
-    known = set(label_names(data))
-    seen = set(label_names(data._replace(labels=None)))
+    """Refuse a single class, and labels that are no classes."""
+    counts = Counter(label for labels in data.train.labels for label in as_list(labels))
     least = 1 if data.kind == "multilabel" else 2  # any number of labels a row: one of them may be there or not
-    if len(seen) < least:
-        raise InputError(f"{source}: expected at least {least} classes to train on, found {sorted(seen)}")
-    for part in filter(None, (data.validation, data.test)):
-        for where, labels in zip(part.where, part.labels, strict=True):
-            if unknown := [label for label in as_list(labels) if label not in known]:
-                raise InputError(f"{where}: label {unknown[0]!r} does not occur in the training data")
+    if len(counts) < least:
+        raise InputError(f"{source}: expected at least {least} classes to train on, found {sorted(counts)}")
+    rows, different = len(data.train.inputs), len(counts)
+    if data.kind in ("multilabel", "tokens") or data.labels is not None or rows < SUSPICIOUS:
+        return
+    some = ", ".join(shown(label) for label in list(counts)[:3])
+    if 2 * different > rows and all(map(_is_number, counts)) and not all(map(str.isdecimal, counts)):
+        found = f"{different} different numbers in {rows} rows ({some}, ...)"
+        raise InputError(f"{source}: the labels look like a regression target: expected classes, found {found}")
+    if different == rows:
+        found = f"a label of its own in every one of {rows} rows ({some}, ...)"
+        raise InputError(f"{source}: expected classes that several rows have, found {found}; give label_column")
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
+
+
+def _unseen_notes(data: Data) -> Iterator[str]:
+    known = set(label_names(data))
+    for name, part in (("validation", data.validation), ("test", data.test)):
+        note = None if part is None else unseen_note(name, part.labels, part.where, known)
+        if note is not None:
+            yield note
+
+
+def _drop_broken(part: Part, how: Reading, workers: int) -> Part:
+    """A part without the images or sounds that cannot be decoded, where bad rows are to be skipped."""
+    if part.kind not in MEDIA or how.on_error == "stop":
+        return part
+    good = []
+    for row, complaint in enumerate(find_broken(part.kind, part.examples, workers, how.progress)):
+        if complaint is None:
+            good.append(row)
+        else:
+            how.refuse(complaint)
+    how.say_left_out(f"{part.kind} files", len(good))
+    return part._replace(examples=part.examples.pick(good))
 
 
 def _read_file(path: Path, wanted: Wanted) -> Part:
     """The examples of a table or of a CoNLL-style file."""
     if is_table(path):
-        return table_examples(read_table(path), wanted)
+        return table_examples(read_table(path, wanted.how), wanted)
     if not is_conll(path):
-        expected = ".csv, .tsv, .jsonl, .conll, .txt (or .gz of these) or .parquet"
+        expected = ".csv, .tsv, .jsonl, .json, .conll, .txt (or .gz of these) or .parquet"
         raise InputError(f"{path}: expected a file {expected}, found {''.join(path.suffixes[-2:]) or 'no extension'}")
+    table = read_plain(path, wanted.how) if wanted.kind != "tokens" else None
+    if table is not None:
+        return table_examples(table, wanted)
     if wanted.kind not in (None, "tokens"):
         raise InputError(f"{path}: such a file holds tokens, a word and a tag a line, not {wanted.kind}")
     wanted.expect_no_columns(path)
-    return Part("tokens", read_conll(path))
+    return Part("tokens", read_conll(path, wanted.how))
 
 
 def _read_folder(folder: Path, wanted: Wanted) -> dict[str, Part]:
@@ -214,20 +301,20 @@ def _read_classes(folder: Path, wanted: Wanted) -> Part:
         )
     wanted.expect_no_columns(folder)
     kinds = tuple(MEDIA) if wanted.kind is None else (wanted.kind,)
-    examples = Examples([], [], [])
+    inputs: list[Path] = []
+    labels: list[str] = []
     present: set[str | None] = set()
     for class_folder in classes:
         files = _list_media(class_folder, kinds)
         if not files:
             expected = ", ".join(extension for kind in kinds for extension in MEDIA[kind])
             raise InputError(f"{class_folder}: expected files {expected}, found none")
-        examples.inputs.extend(files)
-        examples.labels.extend([class_folder.name] * len(files))
-        examples.where.extend(map(str, files))
+        inputs.extend(files)
+        labels.extend([class_folder.name] * len(files))
         present.update(media_kind(path.name) for path in files)
     if len(present) > 1:
         raise InputError(f"{folder}: expected images or sounds, found both; say which kind to read")
-    return Part(str(present.pop()), examples)
+    return Part(str(present.pop()), Examples(inputs, labels, list(map(str, inputs))))
 
 
 def _read_hub(source: str, wanted: Wanted) -> dict[str, Part]:
@@ -259,7 +346,7 @@ def _read_splits(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
         split = next((name for name in aliases if name in splits), None)
         if split is None:
             continue
-        table = _make_table(f"{source}:{split}", splits[split])
+        table = make_table(f"{source}:{split}", splits[split])
         withheld = all(value is None for value in table.columns[find_label_column(table, wanted)])
         if part == "train" or not withheld:  # benchmarks publish tests without their labels
             parts[part] = table_examples(table, wanted)
@@ -268,13 +355,20 @@ def _read_splits(source: str, dataset: Any, wanted: Wanted) -> dict[str, Part]:
     return parts
 
 
-def _make_table(place: str, dataset: Any) -> Table:
+def make_table(place: str, dataset: Any) -> Table:
     """A split with its class numbers turned into names."""
     datasets = package("datasets", "a Hugging Face data set")
     if not len(dataset):
         raise InputError(f"{place}: no rows")
     complaint = f"{place}: damaged Hugging Face data set"
-    columns = loaded(lambda: arrow_columns(dataset.with_format("arrow")[:]), complaint)
+    cells = {name: Column() for name in dataset.column_names}
+
+    def fill() -> None:
+        for batch in dataset.with_format("arrow").iter(BLOCK):
+            add_cells(cells, batch)
+
+    loaded(fill, complaint)
+    columns = {name: column.finish() for name, column in cells.items()}
     media, names = {}, {}
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.Image | datasets.Audio):
@@ -284,8 +378,8 @@ def _make_table(place: str, dataset: Any) -> Table:
             if not all(isinstance(name, str) for name in inner.names):
                 raise InputError(f"{place}: {column}: expected names of classes, found {listed(inner.names)}")
             names[column] = [name.strip() for name in inner.names]
-            columns[column] = [_name_classes(value, names[column]) for value in columns[column]]
-    return Table(place, columns, [f"{place}:{row + 1}" for row in range(len(dataset))], media=media, names=names)
+            columns[column] = make_column([_name_classes(value, names[column]) for value in columns[column]])
+    return Table(place, columns, Places(place, range(1, len(dataset) + 1)), media=media, names=names)
 
 
 def _name_classes(value: Any, names: list[str]) -> Any:
@@ -320,10 +414,8 @@ def hold_out(data: Data, count: int, *, seed: int, keep_labels: bool = True) -> 
             "give validation data or validation_share=0"
         )
 
-    def pick(rows: list[int]) -> Examples:
-        return Examples(*([values[row] for row in rows] for values in train))
-
-    return pick([row for row in range(len(order)) if row not in chosen]), pick(sorted(chosen))
+    kept = [row for row in range(len(order)) if row not in chosen]
+    return train.pick(kept), train.pick(sorted(chosen))
 
 
 def _draw_rows(train: Examples, order: list[int], count: int, keep_labels: bool) -> set[int]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from softsieve import _checks
+from softsieve.tasks.hashing import HashedTexts
 
 IGNORED = -100  # label of positions that do not count
+UNSEEN = -101  # label that training has not seen: no loss knows it, and every answer to it is wrong
 
 
 class Batch(NamedTuple):
@@ -31,11 +34,12 @@ class Rows:
         lengths: number of positions of every row, for sequences padded at the end.
         sequences: names of the inputs, or ``"target"``, whose second dimension is positions; a batch is cut to its
             longest row.
+        texts: further arguments, of which a batch is made from texts; on a device other than the CPU they are inputs.
     """
 
     def __init__(
         self, inputs: Mapping[str, Tensor], target: Tensor, *, lengths: Tensor | None = None,
-        sequences: tuple[str, ...] = (),
+        sequences: tuple[str, ...] = (), texts: Mapping[str, HashedTexts] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         for name, value in {"target": target, **inputs}.items():
             _checks.tensor(name, value)
@@ -46,19 +50,24 @@ class Rows:
             if value.device != target.device:
                 raise ValueError(f"{name}: expected a tensor on {target.device}, as the target, found {value.device}")
         self.inputs, self.target = dict(inputs), target
-        self.lengths, self.sequences = lengths, sequences
+        self.lengths, self.sequences, self.texts = lengths, sequences, texts
 
     def __len__(self) -> int:
         return len(self.target)
 
     def to(self, device: torch.device | str) -> Rows:
         """The same rows on a device; lengths stay on the CPU, where batches are cut."""
-        inputs = {name: value.to(device) for name, value in self.inputs.items()}
-        return Rows(inputs, self.target.to(device), lengths=self.lengths, sequences=self.sequences)
+        inputs, target = {name: value.to(device) for name, value in self.inputs.items()}, self.target.to(device)
+        texts = self.texts
+        if target.device.type != "cpu":
+            inputs, texts = inputs | {name: value.dense(device) for name, value in texts.items()}, {}
+        return Rows(inputs, target, lengths=self.lengths, sequences=self.sequences, texts=texts)
 
     def fingerprint(self) -> int:
         """A checksum that tells these rows from others."""
         checksum = 0
+        for texts in self.texts.values():
+            checksum = texts.checksum(checksum)
         for name, value in {**self.inputs, "target": self.target}.items():
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             header = f"{name} {value.dtype} {tuple(value.shape)}".encode()
@@ -91,7 +100,8 @@ class Rows:
         def pick(name: str, value: Tensor) -> Tensor:
             return (value[:, :length] if name in self.sequences else value)[index]
 
-        return Batch({n: pick(n, v) for n, v in self.inputs.items()}, pick("target", self.target))
+        made = {name: texts.batch(index, length) for name, texts in self.texts.items()}
+        return Batch({n: pick(n, v) for n, v in self.inputs.items()} | made, pick("target", self.target))
 
     def count(self, index: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """Labels of the rows ``index``, or of all, that count, at least 1; those of rows with weight 0 do not.
@@ -109,11 +119,22 @@ class Rows:
 
 
 class LabelRows(Rows):
-    """Rows with any number of labels: class numbers (rows, most), padded with -100, so many classes cost nothing."""
+    """Rows with any number of labels: class numbers (rows, most), padded with -100, so many classes cost nothing.
+
+    `UNSEEN` stands for labels that training has not seen.
+    """
 
     def to(self, device: torch.device | str) -> LabelRows:
         moved = super().to(device)
-        return LabelRows(moved.inputs, moved.target, lengths=self.lengths, sequences=self.sequences)
+        cut = {"lengths": self.lengths, "sequences": self.sequences}
+        return LabelRows(moved.inputs, moved.target, texts=moved.texts, **cut)  # type: ignore[arg-type]
+
+    def batch(self, index: Tensor, *, positions: int | None = None) -> Batch:
+        """As of `Rows`; labels that training has not seen, which no loss knows, are left out."""
+        batch = super().batch(index, positions=positions)
+        if batch.target.dtype not in (torch.int32, torch.int64):  # what `Task.rows` makes
+            return batch
+        return batch._replace(target=batch.target.clamp_min(IGNORED))
 
     def _counts(self, target: Tensor) -> Tensor:
         return target.new_ones(len(target), dtype=torch.long)
