@@ -28,9 +28,10 @@ from softsieve.cli.head_bench import (
     write,
 )
 from softsieve.cli.progress import table, watched
+from softsieve.cli.script import App
 from softsieve.errors import InputError
 
-app = typer.Typer(help="Benchmarks against named rivals, all in one run.", no_args_is_help=True)
+app = App(help="Benchmarks against named rivals, all in one run.", no_args_is_help=True)
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_SHAPES = [(128256, 4096), (151936, 1536), (262144, 640)]  # of Llama 3 8B, Qwen 2.5 1.5B and Gemma 3 270M
@@ -421,6 +422,56 @@ def serving(
     )
     settings = {"n": n, "d": d, **chosen, "test_queries": test_queries, **costs._asdict()}
     _write(console, out, "serving", settings, results)
+
+
+@app.command()
+def text(
+    data: Annotated[
+        list[str], typer.Option(help="preset, eurlex57k-dev (its validation part to train on) or a file; several")
+    ] = ["sst5", "clinc150", "goemotions", "reuters", "eurlex57k-dev"],  # noqa: B006
+    data_dir: Annotated[Path, typer.Option(help="where presets lie")] = Path("data"),
+    test_data: Annotated[Path | None, typer.Option(help="test rows of a file", dir_okay=False)] = None,
+    method: Annotated[list[str] | None, typer.Option(help="several; else all")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of the built-in model")] = 3,
+    threads: Threads = None,
+    out: Record = None,
+) -> None:
+    """The built-in text model as `softsieve train` trains it, against TF-IDF with linear models and with neighbours."""
+    from benchmarks import text as suite
+
+    methods = method or [suite.OURS, *suite.RIVALS]
+    for name in methods:
+        if name not in (suite.OURS, *suite.RIVALS):
+            expected = ", ".join([suite.OURS, *suite.RIVALS])
+            raise typer.BadParameter(f"expected one of {expected}, found {name!r}", param_hint="--method")
+    set_threads(threads)
+    console = Console(soft_wrap=True, highlight=False)
+    settings = {"data": data, "methods": methods, "seeds": seeds}
+    results: list[suite.Result] = []
+    with one_line():
+        for source in data:
+            rows = suite.read(source, data_dir, test_data)
+            for name in methods:
+                for seed in range(seeds if name == suite.OURS else 1):
+                    with console.status(f"{source}: {name}, seed {seed}"):
+                        results.append(suite.measure(rows, name, seed))
+                    console.print(f"{source}: {name}, {100 * results[-1].test:.2f} in {results[-1].seconds:.0f} s")
+                    if out is not None:  # after each, for some take long
+                        write_record(out, "text", settings, [result._asdict() for result in results])
+    columns: Columns = {
+        "data": lambda r: r.data,
+        "rows": lambda r: f"{r.rows:,}",
+        "classes": lambda r: str(r.classes),
+        "method": lambda r: r.method,
+        "metric": lambda r: r.metric,
+        "validation %": lambda r: f"{100 * r.validation:.2f}",
+        "test %": lambda r: f"{100 * r.test:.2f}",
+        "seconds": lambda r: f"{r.seconds:.1f}",
+    }
+    console.print(table(results, columns, left=("data", "method", "metric"), ends=lambda r: r.method == methods[-1]))
+    console.print("seconds: from texts in memory to the answers for the test rows; thresholds by validation rows")
+    if out is not None:
+        console.print(f"written to {out}")
 
 
 @app.command("head-scaling")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -37,7 +38,7 @@ def number(name: str, value: object, low: float = -float("inf"), high: float = f
 def open_unit(name: str, value: object) -> float:
     """``value`` as a float, refused unless it is a number strictly between 0 and 1."""
     real = number(name, value)
-    if not 0 < real < 1:
+    if not sys.float_info.min <= real < 1:  # half of it must be above 0, too
         raise ValueError(f"{name}: expected a number between 0 and 1, both excluded, found {real:g}")
     return real
 

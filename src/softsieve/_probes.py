@@ -151,6 +151,27 @@ def _rivals() -> None:
         raise Wrong("faiss: expected one neighbour a query")
 
 
+def _export() -> None:
+    import numpy as np
+    import onnxruntime
+    import onnxscript  # noqa: F401
+    from onnx import TensorProto, helper
+
+    value, same = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "same", [value], [same])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    if session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() != [1, 1]:
+        raise Wrong("onnxruntime: expected what it was given")
+
+
+def _serve() -> None:
+    import fastapi
+    import uvicorn
+
+    uvicorn.Config(fastapi.FastAPI(), log_config=None).load()
+
+
 def _report() -> None:
     import jinja2
 
@@ -314,6 +335,8 @@ PACKAGES: dict[str, Callable[[], str]] = {
     "train": partial(extra, "train", _train),
     "lightning": partial(extra, "lightning", partial(import_module, "softsieve.integrations.lightning")),
     "rivals": partial(extra, "rivals", _rivals),
+    "export": partial(extra, "export", _export),
+    "serve": partial(extra, "serve", _serve),
     "report": partial(extra, "report", _report),
 }
 

@@ -30,6 +30,7 @@ class MakeRun(Protocol):
         accuracy: float = 0.9,
         logits: tuple[Tensor, Tensor] | None = None,
         log: list[dict[str, Any]] | None = None,
+        judged: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Path: ...
 
@@ -59,6 +60,7 @@ def make_run() -> MakeRun:
         accuracy: float = 0.9,
         logits: tuple[Tensor, Tensor] | None = None,
         log: list[dict[str, Any]] | None = None,
+        judged: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Path:
         folder.mkdir(parents=True)
@@ -86,9 +88,26 @@ def make_run() -> MakeRun:
         if logits is not None:
             tensors = {"logits": logits[0], "target": logits[1]}
             save_file(tensors, folder / "logits.safetensors", metadata={"part": "validation", "delta": "0.1"})
+        if judged is not None:
+            (folder / "judged.json").write_text(json.dumps(judged))
         return folder
 
     return make
+
+
+JUDGED: dict[str, Any] = {
+    "part": "test",
+    "rows": 50,
+    "classes": [
+        {"label": "c", "precision": 0.5, "recall": 0.25, "f1": 0.3333, "support": 8},
+        {"label": "a", "precision": 1.0, "recall": 0.9, "f1": 0.9474, "support": 1042},
+    ],
+    "pairs": [{"label": "c", "prediction": "a", "rows": 6, "share": 0.75}],
+    "mistakes": [
+        {"input": "a text that goes on " * 14, "label": "c", "prediction": "a", "probability": 0.987},
+        {"input": "<img src=x onerror='window.hacked=1'>", "label": "c", "prediction": "a", "probability": 0.9},
+    ],
+}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from softsieve import as_keep_mask
 from softsieve.report import write_report
 from softsieve.report.colours import SCHEMES
-from tests.report.conftest import MakeLogits, MakeRun
+from tests.report.conftest import JUDGED, MakeLogits, MakeRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -44,7 +44,7 @@ def browser() -> Iterator[Browser]:
 def report(tmp_path_factory: pytest.TempPathFactory, make_run: MakeRun, make_logits: MakeLogits) -> Path:
     """Runs of two kinds, one with few classes and one with many, and real records."""
     folder = tmp_path_factory.mktemp("report")
-    make_run(folder / "a", logits=make_logits())
+    make_run(folder / "a", logits=make_logits(), judged=JUDGED)
     make_run(folder / "b", seed=1, accuracy=0.8)
     labels = [f"class {i}" for i in range(40)]
     make_run(folder / "c", loss="softmax", delta=0.3, labels=labels, logits=make_logits(rows=30, classes=40, seed=1))
@@ -230,6 +230,55 @@ def test_a_small_screen_scrolls_only_inside(browser: Browser, report: Path) -> N
     assert page.evaluate("document.getElementById('explorer-map').offsetWidth") <= 360
     assert watched.said == []
     page.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, make_run: MakeRun, make_logits: MakeLogits) -> Path:
+    """The page of one run with all the metrics that a run has, and long names."""
+    folder = tmp_path_factory.mktemp("trained")
+    name = "a class with a rather long name that goes on and on"
+    long = [{**row, "label": name} for row in JUDGED["classes"]]
+    pairs = [{**row, "label": name, "prediction": name} for row in JUDGED["pairs"]]
+    run = make_run(folder / "run", logits=make_logits(), judged={**JUDGED, "classes": long, "pairs": pairs})
+    record = json.loads((run / "run.json").read_text())
+    metrics = dict.fromkeys(
+        ("accuracy", "macro_f1", "micro_f1", "p@1", "p@3", "p@5", "ndcg@5", "psp@1", "psp@3"), 0.98765
+    )
+    record["results"][0] |= {
+        "test": {**metrics, "loss": 0.123},
+        "validation": {**metrics, "loss": 0.123},
+        "solved": 0.9,
+    }
+    record["results"][0] |= {"seconds": 12345.6, "trained": 1234567, "screened": 1234567, "steps": 123456}
+    (run / "run.json").write_text(json.dumps(record))
+    write_report([run], folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.mark.parametrize("width", [1300, 360])
+def test_no_page_of_a_run_scrolls_sideways(browser: Browser, trained: Path, width: int) -> None:
+    watched = Watched(browser, trained, viewport={"width": width, "height": 900})
+    assert watched.page.evaluate("document.documentElement.scrollWidth") == width
+    wide = watched.page.evaluate(
+        """() => [...document.querySelectorAll(".scroll")].filter((e) => !e.closest("details:not([open])"))
+            .filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.querySelector("caption").innerText)"""
+    )
+    assert width < 1000 or wide == []  # on a small screen tables scroll, inside
+    assert watched.said == []
+    watched.page.close()
+
+
+def test_classes_and_mistakes(opened: Watched) -> None:
+    section = opened.page.locator("section", has=opened.page.locator("h2", has_text="Classes and mistakes"))
+    tables = [table.inner_text() for table in section.locator("table").all()]
+    assert len(tables) == 3
+    assert re.search(
+        r"c\s+50\.0\s+25\.0\s+33\.3\s+8\s+a\s+100\.0\s+90\.0\s+94\.7\s+1,042", tables[0]
+    )  # the worst first
+    assert re.search(r"c\s+a\s+6\s+75\.0", tables[1])
+    assert "a text that goes on" in tables[2]
+    assert "<img src=x onerror='window.hacked=1'>" in tables[2]  # as it is
+    assert opened.page.evaluate("window.hacked ?? null") is None
 
 
 def test_the_tab_key_reaches_the_controls_in_order(opened: Watched) -> None:

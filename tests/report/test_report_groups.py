@@ -174,7 +174,10 @@ def test_plain_softmax_is_the_first_line_and_costs_follow_the_score(tmp_path: Pa
     assert [row[0] for row in table.rows] == ["softmax", "AS-Softmax, delta 0.1"]  # type: ignore[union-attr]
     columns = list(table.head)  # type: ignore[union-attr]
     assert columns[:4] == ["trained with", "seeds", "test accuracy %", "seconds"]
-    assert columns[-1] == "validation loss"
+    assert columns[-1] == "steps"
+    others = part.blocks[2]
+    assert others.caption == "letters: the other figures of validation rows"  # type: ignore[union-attr]
+    assert list(others.head) == ["trained with", "accuracy %", "loss"]  # type: ignore[union-attr]
 
 
 def test_what_was_run_is_said_with_commit_machine_and_date(tmp_path: Path, make_run: MakeRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from softsieve.errors import InputError
 from softsieve.report import write_report
 from softsieve.report.read import read_all
 from softsieve.report.sections import sections
-from tests.report.conftest import MakeLogits, MakeRun
+from tests.report.conftest import JUDGED, MakeLogits, MakeRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -291,3 +292,32 @@ def test_odd_values_are_shown_or_refused_but_never_a_crash(tmp_path: Path, make_
         (tmp_path / "odd.json").write_text(json.dumps(told))
         with suppress(InputError):
             sections(read_all([tmp_path / "odd.json"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "judged.json: expected classes, pairs and mistakes, found []"),
+        ("{", "judged.json: expected JSON"),
+        (json.dumps({**JUDGED, "rows": "many"}), "judged.json: rows: expected a whole number, found 'many'"),
+        (json.dumps({**JUDGED, "pairs": 3}), "judged.json: pairs: expected a list, found 3"),
+        (json.dumps({**JUDGED, "mistakes": [3]}), "judged.json: mistakes: expected an object, found 3"),
+        (
+            json.dumps({**JUDGED, "classes": [{"label": 3}]}),
+            "judged.json: classes[0]: label: expected a string, found 3",
+        ),
+    ],
+)
+def test_a_spoilt_file_of_mistakes(tmp_path: Path, make_run: MakeRun, content: str, message: str) -> None:
+    run = make_run(tmp_path / "run", judged=JUDGED)
+    assert read_all([run]).runs[0].judged == JUDGED
+    (run / "judged.json").write_text(content)
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_all([run])
+
+
+def test_runs_of_earlier_versions_have_no_such_file(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run")
+    assert read_all([run]).runs[0].judged is None
+    write_report([run], tmp_path / "page.html")
+    assert "Classes and mistakes" not in (tmp_path / "page.html").read_text()

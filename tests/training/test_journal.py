@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,24 @@ def test_bar_shows_progress_and_speed(tmp_path: Path) -> None:
     assert "75%" in shown
     assert "loss 0.123" in shown
     assert "samples/s" in shown
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("softsieve.training.journal.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    screen = io.StringIO()
+    journal = Journal(None, show=True, console=Console(file=screen, width=200))
+    for step in range(1, 41):  # 3 seconds each; then 20, and a quarter of a percent of training
+        now[0] = 3.0 * step if step <= 20 else 60 + 20.0 * (step - 20)
+        journal.advance(step / 100 if step <= 20 else 0.2 + (step - 20) / 390, 10, loss=f"{step}")
+    journal.close()
+    lines = screen.getvalue().splitlines()
+    assert [int(line.split()[2]) for line in lines] == [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert lines[0] == "  4%  loss 4  3 samples/s, 12 s"
+    assert "\r" not in screen.getvalue()
+    quiet = io.StringIO()
+    Journal(None, show=False, console=Console(file=quiet)).advance(1.0, 10)
+    assert quiet.getvalue() == ""
 
 
 def test_file_where_the_folder_should_be(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Data, Examples
-from softsieve.tasks.models import Classifier
+from softsieve.tasks.models import Net
 from softsieve.tasks.rows import LabelRows
 from softsieve.tasks.task import Task
 from softsieve.training import replica as module
@@ -71,7 +71,7 @@ def test_skipping_knows_what_leads() -> None:
 def test_the_model_comes_back_with_its_head() -> None:
     fused, splits = run("multilabel", many_classes=4)
     assert splits.test is not None
-    assert isinstance(fused.model, Classifier)
+    assert isinstance(fused.model, Net)
     logits = fused.model(**splits.test.inputs)
     assert logits.shape == (40, 4)
 

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.task import Task
+from softsieve.training.recipes import usual
 from softsieve.training.run import Splits, encode, load_model, train
-from softsieve.training.settings import Settings
+from softsieve.training.settings import PLAIN, Settings
+from tests.training.helpers import equal_weights
 
 WORDS = ["good", "fine", "lovely", "great"], ["bad", "poor", "awful", "dull"]
 
@@ -115,10 +117,24 @@ def test_a_new_run_takes_the_record_of_the_old_one_away_before_it_trains(
 
 def test_a_resumed_run_has_the_record_of_the_whole(tmp_path: Path) -> None:
     trained(tmp_path / "a", save_steps=5)
-    trained(tmp_path / "b", save_steps=5)
+    trained(tmp_path / "b", save_steps=5, save_total_limit=3)
     trained(tmp_path / "b", save_steps=5, resume=tmp_path / "b" / "checkpoint-10")
     ours, theirs = (record(tmp_path / name)["results"][0] for name in "ab")
     same = ("validation", "test", "steps", "best_step", "trained", "screened")
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
     files = [load_file(tmp_path / name / "logits.safetensors") for name in "ab"]
     assert torch.equal(files[0]["logits"], files[1]["logits"])
+
+
+def test_settings_that_say_nothing_are_the_recipe_of_the_built_in_model_and_paths_are_strings(tmp_path: Path) -> None:
+    data = Data("reviews", "text", texts(64), texts(40), None)
+    task = Task.build(data)
+    splits = encode(task, data.train, data.validation, None)
+    run = train(task, splits, Settings(), output=str(tmp_path / "run"))
+    assert run.result.best["accuracy"] > 0.95  # with the settings of an encoder, chance
+    told = record(tmp_path / "run")["settings"]
+    assert {name: told[name] for name in PLAIN} == usual(data, pretrained=False)
+    _, model = load_model(str(tmp_path / "run"))
+    assert equal_weights(model.state_dict(), run.model.state_dict())
+    with pytest.raises(TypeError, match="output: expected a path, found int"):
+        train(task, splits, Settings(), output=3)  # type: ignore[arg-type]

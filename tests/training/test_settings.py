@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softsieve.losses.objectives import SINGLE_LABEL, AMSoftmax, ASSoftmax, MultiLabelASSoftmax, MultiLabelSoftmax
-from softsieve.training.settings import Settings
+from softsieve.training.recipes import suited
+from softsieve.training.settings import PLAIN, Settings
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,15 @@ def test_round_trip_through_json() -> None:
     assert given.asdict()["skip_margin"] == 0.6
     assert given.asdict()["skip_after"] == settings.skip_after
     assert Settings(**json.loads(json.dumps(given.asdict()))) == given
+
+
+def test_what_depends_on_data_is_filled_in_and_what_is_given_stays() -> None:
+    settings = Settings(epochs=4, metric="loss")
+    given = settings.asdict()
+    assert [given[name] for name in ("learning_rate", "delta", "greater_is_better")] == [None, None, False]
+    full = settings.filled(suited("multilabel", ["a", "b"], 5000, pretrained=False))
+    assert (full.epochs, full.metric, full.learning_rate, full.batch_size, full.delta) == (4, "loss", 1e-2, 64, 0.7)
+    assert full.filled(PLAIN) == full
+    assert None not in settings.filled().asdict().values()
+    encoder = settings.filled(suited("text", ["a", "b"], 5000, pretrained=True))
+    assert (encoder.learning_rate, encoder.delta) == (5e-5, 0.1)

@@ -34,7 +34,7 @@ from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
 from softsieve.training.recipes import recipe, usual
 from softsieve.training.run import Splits, encode, train
-from softsieve.training.settings import Settings
+from softsieve.training.settings import PLAIN, Settings
 
 Outcome = dict[str, Any] | str  # what a run came to, or why it failed
 CURVES = ("training_curve", "validation_curve")  # what a run says of its way; earlier versions said nothing
@@ -99,7 +99,7 @@ def plan(
         Job(
             task,
             row,
-            Settings(**{**recipes[task], **overrides, **ROWS[row], "seed": seed}),
+            Settings(**{**PLAIN, **recipes[task], **overrides, **ROWS[row], "seed": seed}),
             model,
             max_length,
             str(data_dir),

@@ -15,7 +15,7 @@ from softsieve._safetensors import read_tensors
 from softsieve.errors import InputError
 from softsieve.report.words import Row, is_number, short
 
-RUN, LOG, LOGITS = "run.json", "log.jsonl", "logits.safetensors"
+RUN, LOG, LOGITS, JUDGED = "run.json", "log.jsonl", "logits.safetensors", "judged.json"
 DEPTH = 5  # folders below a given one that are searched
 _LARGEST = 2**63  # of a whole number
 _KINDS: dict[str, Any] = {
@@ -48,11 +48,12 @@ class Logits(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A training run: its record, its log and, where it left them, logits."""
+    """A training run: its record, its log and, where it left them, logits and what is mistaken."""
 
     record: Record
     log: Sequence[Row]
     logits: Logits | None = None
+    judged: Row | None = None  # classes, pairs and mistakes of held-out rows
 
     @property
     def settings(self) -> Row:
@@ -221,7 +222,8 @@ def _run(record: Record) -> Run:
         _check(f"{path}: settings", settings, name, kind)
     if settings.get("labels"):
         _check(f"{path}: settings", settings, "labels", "a list")
-    return Run(record, _log(path.with_name(LOG)), _logits(path.with_name(LOGITS), record))
+    logits = _logits(path.with_name(LOGITS), record)
+    return Run(record, _log(path.with_name(LOG)), logits, _judged(path.with_name(JUDGED)))
 
 
 def _log(path: Path) -> list[Row]:
@@ -244,6 +246,34 @@ def _log(path: Path) -> list[Row]:
             _check(where, entry, name, "a number")
         entries.append(entry)
     return entries
+
+
+_JUDGED = {  # lists of such a file -> the kinds of fields
+    "classes": {
+        "label": "a string",
+        "support": "a whole number",
+        **dict.fromkeys(("precision", "recall", "f1"), "a number"),
+    },
+    "pairs": {"label": "a string", "prediction": "a string", "rows": "a whole number", "share": "a number"},
+    "mistakes": {"input": "a string", "label": "a string", "prediction": "a string", "probability": "a number"},
+}
+
+
+def _judged(path: Path) -> Row | None:
+    """What a run left about its classes and mistakes; None for one of an earlier version."""
+    if not path.exists():
+        return None
+    content = _parse(_text(path), f"{path}")
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected classes, pairs and mistakes, found {_short(content)}")
+    for name, kind in {"part": "a string", "rows": "a whole number", **dict.fromkeys(_JUDGED, "a list")}.items():
+        _check(f"{path}", content, name, kind)
+    for name, kinds in _JUDGED.items():
+        for place, row in enumerate(content[name]):
+            _check(f"{path}", {name: row}, name, "an object")
+            for key, kind in kinds.items():
+                _check(f"{path}: {name}[{place}]", row, key, kind)
+    return content
 
 
 def _logits(path: Path, record: Record) -> Logits | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from softsieve import __version__
-from softsieve.report import comparisons, costs, explorer, heads, language, plain, training
+from softsieve.report import classes, comparisons, costs, explorer, heads, language, plain, training
 from softsieve.report.groups import Line, data_sets
 from softsieve.report.page import Folded, Section, Table
 from softsieve.report.read import Record, Sources
@@ -31,6 +31,8 @@ def sections(sources: Sources) -> list[Section]:
     pages: list[Section] = []
     if sources.runs:
         pages.append(training.section(sources.runs))
+    if any(run.judged is not None for run in sources.runs):
+        pages.append(classes.section(sources.runs))
     if any(run.logits is not None for run in sources.runs):
         pages.append(explorer.section(sources.runs))
     suites = grouped(sources.records, lambda record: record.suite)

@@ -89,24 +89,29 @@ def _judge(lines: Sequence[Line]) -> _Judged:
     return _Judged(part, metric, 1 if (metric != "loss" if more is None else more) else -1, scores)
 
 
-def _table(data: str, lines: Sequence[Line], judged: _Judged) -> Table:
+def _tables(data: str, lines: Sequence[Line], judged: _Judged) -> Iterator[Table]:
+    """What lines are compared by with its cost, and all that was measured besides."""
     measured = {
         (where, name) for line in lines for run in line.runs for where in PARTS for name in run.result.get(where) or {}
     }
     # Those that lines are compared by come first.
     ordered = sorted(measured, key=lambda m: (PARTS.index(m[0]), m[1] != judged.metric, m[1] == "loss", m[1]))
     scores = {pair: _score(lines, *pair, judged) for pair in ordered}
-    titles = {(where, name): f"{where} {spoken(name)}{scale_of(name)[1]}" for where, name in ordered}
     first = judged.part, judged.metric
-    columns: dict[str, Column] = {
-        "trained with": lambda line: line.label,
+    named: dict[str, Column] = {"trained with": lambda line: line.label}
+    main: dict[str, Column] = {
+        **named,
         "seeds": lambda line: line.seeds,
-        **({titles[first]: scores[first]} if first in scores else {}),
+        **({f"{judged.what}{scale_of(judged.metric)[1]}": scores[first]} if first in scores else {}),
         **{title: _cost(name, scale, digits) for title, name, scale, digits in COSTS},
-        **{titles[pair]: show for pair, show in scores.items() if pair != first},
     }
-    used = {title: show for title, show in columns.items() if any(map(show, lines))}
-    return Table.of(f"{short(data, 80)}: mean ± standard deviation over seeds; the best in bold", lines, used)
+    used = {title: show for title, show in main.items() if any(map(show, lines))}
+    yield Table.of(f"{short(data, 80)}: mean ± standard deviation over seeds; the best in bold", lines, used)
+    for part in PARTS:
+        own = (pair for pair in ordered if pair[0] == part and pair != first)
+        others = {f"{spoken(name)}{scale_of(name)[1]}": scores[part, name] for _, name in own}
+        if others:
+            yield Table.of(f"{short(data, 80)}: the other figures of {part} rows", lines, {**named, **others})
 
 
 def _score(lines: Sequence[Line], part: str, metric: str, judged: _Judged) -> Column:
@@ -156,7 +161,7 @@ _TRAINED = {
 
 
 def _blocks(data: str, lines: Sequence[Line], judged: _Judged) -> Iterator[Block]:
-    yield _table(data, lines, judged)
+    yield from _tables(data, lines, judged)
     what, unit, scores = judged.what, scale_of(judged.metric)[1], judged.scores
     best = {score.label for score in sorted(scores, key=lambda score: -judged.sign * score.mean)[:MOST]}
     drawn = [line for line in lines if line.label in best] or list(lines[:MOST])

@@ -222,6 +222,8 @@ def restore_run(trainer: Trainer, folder: Path) -> None:
             replica.objective.delta = state["delta"]  # type: ignore[attr-defined]
         if replica.accelerator.scaler is not None and state["scaler"] is not None:
             replica.accelerator.scaler.load_state_dict(state["scaler"])
+        if trainer.settings.epochs > state["settings"]["epochs"]:
+            run.stale = 0  # who asks for more epochs does not want the end that patience came to
         trainer.state = run
         rows = run.pending_rows().to(replica.device)
         results.solved[rows] = files["queue"]["solved"].to(replica.device)
@@ -250,6 +252,8 @@ def _check_same_run(trainer: Trainer, folder: Path, state: dict[str, Any]) -> No
         raise InputError(f"{folder}: made with other training data")
     for name, value in {**dict.fromkeys(state["settings"]), **trainer.settings.asdict()}.items():
         saved = state["settings"].get(name)
+        if name == "epochs" and type(saved) is int and value > saved:
+            continue  # the run is made longer
         if name not in MAY_DIFFER and saved != value:
             raise InputError(f"{folder}: made with {name}={shown(saved)}, this run has {value!r}")
 

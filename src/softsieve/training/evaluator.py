@@ -82,12 +82,12 @@ class Evaluator:
         mean = float(loss.sum() / rows.count())
         return {"loss": mean, **self.judge.metrics(*self.judge.by_word(decided, rows))}, decided
 
-    def logits(self, rows: Rows, index: Tensor) -> Tensor:
-        """Those of a few rows, on the CPU; every process computes all of them."""
+    def logits(self, rows: Rows, index: Tensor, make: Callable[[Tensor], Tensor] = lambda logits: logits) -> Tensor:
+        """Those of a few rows, or what ``make`` makes of them, on the CPU; every process computes all of them."""
         with self.replica.in_eval_mode(), torch.no_grad():
             parts = torch.split(index, self.batch_size)
             outputs = (self.replica.model(**rows.batch(part).inputs).float() for part in parts)
-            return torch.cat([self.replica.decide(lambda logits: logits, some).cpu() for some in outputs])
+            return torch.cat([self.replica.decide(make, some).cpu() for some in outputs])
 
 
 def _join(parts: tuple[Tensor, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a progress bar, a JSONL log and TensorBoard."""
+"""What a run says while it goes: a progress bar or, without a terminal, a line now and then; a log and TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from softsieve.errors import InputError
+
+LEAST_SHARE, LEAST_SECONDS = 0.01, 10.0  # of training, and of time, between two lines of progress
 
 
 class Journal:
@@ -41,13 +44,16 @@ class Journal:
             except OSError as error:
                 raise InputError(f"{output}: cannot be written: {error}") from error
             self.board = _tensorboard(output, None if after is None else after[0] + 1)
+        self.console = (console or get_console()) if show else None
+        terminal = self.console is not None and self.console.is_terminal
         columns = "{task.description}", BarColumn(bar_width=20), "{task.percentage:3.0f}%"
         left = TimeRemainingColumn(compact=True)
-        self.bar = Progress(*columns, left, console=console, disable=not show, transient=True)
+        self.bar = Progress(*columns, left, console=console, disable=not terminal, transient=True)
         self.task = self.bar.add_task("starting", total=1.0)
         self.shown: dict[str, str] = {}
         self.bar.start()
         self.since, self.samples = time.perf_counter(), 0
+        self.told = (0.0, self.since)  # progress and time of the latest line, where there is no terminal for a bar
 
     def write(self, step: int, kind: str, **figures: float) -> None:
         """One line of the log: what ``kind`` of figures, at which step."""
@@ -72,6 +78,11 @@ class Journal:
         rate = self.samples / max(time.perf_counter() - self.since, 1e-9)
         words = "  ".join(f"{name} {value}" for name, value in self.shown.items())
         self.bar.update(self.task, completed=progress, description=f"{words}  {rate:.0f} samples/s")
+        if self.console is not None and not self.console.is_terminal:
+            now = time.perf_counter()
+            if progress >= self.told[0] + LEAST_SHARE and now >= self.told[1] + LEAST_SECONDS:
+                self.told = progress, now
+                self.console.print(f"{progress:4.0%}  {words}  {rate:.0f} samples/s, {now - self.since:.0f} s")
 
     def close(self) -> None:
         """Take the bar away and close the files."""

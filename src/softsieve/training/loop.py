@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,13 +49,18 @@ class Trainer:
     Every process holds all rows and takes the same decisions; a batch is split among them.
 
     The model is called with the inputs of a batch by name and returns logits. The objective has ``reduction="none"``
-    (`Settings.objective` makes it). Without an ``output`` folder, log and checkpoints stay in memory.
+    (`Settings.objective` makes it); settings that are None are those that fine-tune an encoder (`Settings.filled`).
+    Without an ``output`` folder, log and checkpoints stay in memory. ``stop`` is asked after every step of a single
+    process whether to end here, with a checkpoint to go on from and a KeyboardInterrupt.
     """
 
     def __init__(
         self, model: nn.Module, objective: Objective, train: Rows, judge: Judge, settings: Settings, *,
         validation: Rows | None = None, output: Path | None = None, show: bool = False, console: Console | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
+        settings = settings.filled()
+        self.stop = stop
         self.settings, self.output, self.show, self.console = settings, output, show, console
         _check(train, validation, judge, settings)
         self.replica = replica = Replica(model, objective, settings)
@@ -148,6 +154,8 @@ class Trainer:
     def fit(self, resume: Path | None = None) -> Result:
         """Train to the end, from the beginning or from a checkpoint, and leave the model with its best weights.
 
+        The last checkpoint is of the end. With more epochs than it was made with, training goes on from there as a run
+        of so many does: learning rate and margin are those of its share of training.
         An `InputError` says that the loss is not finite, the checkpoint is of another run, or nothing can be written.
         """
         s, replica = self.settings, self.replica
@@ -159,27 +167,42 @@ class Trainer:
         output = self.output if replica.is_main else None
         journal = Journal(output, show=self.show and replica.is_main, console=self.console, after=after)
         self.model.train()
-        started = time.perf_counter() - state.seconds
-        stop = False
+        started, began = time.perf_counter() - state.seconds, state.step
+        stop = 0 < s.patience <= state.stale
         try:
             while state.epoch < s.epochs and not stop:
                 stop = self._run_epoch(journal, started)
             self.results.figures(state.step)
             if self.validation is None:
                 state.best_weights = self.weights()
-            elif s.eval_steps and not stop and (state.step % s.eval_steps or not state.best):
+            elif s.eval_steps and not stop and (not state.best or (state.step > began and state.step % s.eval_steps)):
                 self._judge(journal)  # the last steps, too, are evaluated
+            if self.output is not None and s.save_steps is not None and state.step > began:
+                self._save(journal, started)
             replica.synchronise()
             state.seconds = time.perf_counter() - started
         finally:
             journal.close()
         replica.load_weights(state.best_weights)
-        solved = None
-        if s.adaptive and isinstance(self.sampler, SolvedSampler):
+        if isinstance(self.sampler, SolvedSampler):
             self.update_sampler()
-            solved = float(self.sampler.solved.double().mean())
+        solved = self._solved_share()
         counts = state.best, state.best_step, state.step, state.trained, state.screened
         return Result(*counts, solved, state.seconds, state.evaluation_seconds, journal.lines)
+
+    def _solved_share(self) -> float | None:
+        """Share of the training rows that led by the margin of the loss when last seen, where that is known."""
+        if not self.settings.adaptive or not isinstance(self.sampler, SolvedSampler):
+            return None
+        solved = self.sampler.margins >= self.settings.delta
+        rows = self.state.pending_rows()  # the sampler is not told yet, for it decides by what it is told
+        solved[rows] = self.results.solved[rows.to(self.replica.device)].cpu()
+        return float(solved.double().mean())
+
+    def _save(self, journal: Journal, started: float) -> None:
+        self.replica.synchronise()
+        self.state.seconds, self.state.lines = time.perf_counter() - started, len(journal.lines)
+        save_run(self)
 
     def _run_epoch(self, journal: Journal, started: float) -> bool:
         """One pass over the plan of an epoch, or the rest of it after a resume; says whether training should stop."""
@@ -208,10 +231,11 @@ class Trainer:
             self._log(journal, len(index))
             if s.eval_steps and state.step % s.eval_steps == 0 and self._judge(journal):
                 return True
-            if s.save_steps and state.step % s.save_steps == 0:
-                self.replica.synchronise()
-                state.seconds, state.lines = time.perf_counter() - started, len(journal.lines)
-                save_run(self)
+            stops = self.stop is not None and ranks == 1 and self.stop()
+            if stops or (s.save_steps and state.step % s.save_steps == 0):
+                self._save(journal, started)
+            if stops:
+                raise KeyboardInterrupt
         state.epoch, state.in_epoch = state.epoch + 1, False
         return self.validation is not None and not s.eval_steps and self._judge(journal)
 
@@ -237,7 +261,9 @@ class Trainer:
             if s.adaptive:
                 figures |= {"solved": solved, "delta": self.replica.objective.delta}  # type: ignore[attr-defined]
             journal.write(step, "train", **figures)
-            journal.advance(self._progress(), samples, loss=f"{loss:.4f}", solved=f"{solved:.0%}")
+            share = self._solved_share()
+            told = {} if share is None else {"solved": f"{share:.0%}"}
+            journal.advance(self._progress(), samples, loss=f"{loss:.4f}", **told)
         elif step % 10 == 0:
             journal.advance(self._progress(), samples)
         else:

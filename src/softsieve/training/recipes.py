@@ -20,7 +20,7 @@ PRETRAINED: dict[str, dict[str, Any]] = {
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
     "clinc150": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3},
-    "sst5": {"epochs": 7, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.3},
+    "sst5": {"epochs": 5, "batch_size": 64, "learning_rate": 1e-3, "delta": 0.3},
     "eurosat": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3},
     "cifar10": {"epochs": 10, "batch_size": 128, "learning_rate": 3e-3},
     "mnist": {"epochs": 3, "batch_size": 128, "learning_rate": 3e-3},
@@ -28,7 +28,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
     "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
     "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
-    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
+    "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 1e-2, "delta": 0.7, "metric": "micro_f1"},
     "eurlex57k": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-2, "delta": 0.7, "metric": "micro_f1"},
 }
 
@@ -56,15 +56,25 @@ def usual(data: Data, *, pretrained: bool) -> dict[str, Any]:
         >>> found["epochs"], found["learning_rate"], found["metric"]
         (8, 0.003, 'accuracy')
     """
-    metric = "micro_f1" if data.kind == "multilabel" else "accuracy"
-    if data.kind == "tokens" and are_bio(label_names(data)):
+    settings = suited(data.kind, label_names(data), len(data.train.inputs), pretrained=pretrained)
+    return settings if pretrained else {**settings, **BUILT_IN.get(data.name, {})}
+
+
+def suited(kind: str, labels: list[str], rows: int, *, pretrained: bool) -> dict[str, Any]:
+    """Settings for so many rows of a kind of data with these labels, with an encoder or the built-in model.
+
+    Example:
+        >>> suited("multilabel", ["a", "b"], 90_000, pretrained=False)["delta"]
+        0.7
+    """
+    metric = "micro_f1" if kind == "multilabel" else "accuracy"
+    if kind == "tokens" and are_bio(labels):
         metric = "entity_f1"
-    settings = {"metric": metric, "delta": 0.7 if data.kind == "multilabel" else 0.1}
+    settings = {"metric": metric, "delta": 0.7 if kind == "multilabel" else 0.1}
     if pretrained:
         return {**settings, "learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
     # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
-    rows = len(data.train.inputs)
     batch_size = 16 if rows < 1000 else 64
     epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
-    built_in = {"learning_rate": 3e-3, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
-    return {**settings, **built_in, **BUILT_IN.get(data.name, {})}
+    rate = 1e-2 if kind == "multilabel" else 3e-3
+    return {**settings, "learning_rate": rate, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}

@@ -19,8 +19,9 @@ from softsieve.layers.linear import SieveLinear
 from softsieve.layers.optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from softsieve.losses.objectives import Objective
 from softsieve.tasks.labels import label_flags
-from softsieve.tasks.models import Classifier
+from softsieve.tasks.models import Net, TextBody
 from softsieve.tasks.rows import IGNORED, Batch
+from softsieve.training.row_adamw import RowAdamW
 from softsieve.training.settings import Settings
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Replica:
         self.sharded = "FSDP" in str(self.accelerator.distributed_type)
         # State with whole tensors, which only the main process gets of a sharded model.
         self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)
+        self.class_weight: Tensor | None = None  # (classes,), on the device: what rows of each weigh in the loss
         self.objective, self.head_rate = objective, settings.head_rate or 1.0
         self.head = None if self.sharded else _fused_head(model, objective, settings)
         stepping = self._check_head_step(settings)
@@ -85,12 +87,21 @@ class Replica:
         """What steps the head in its backward pass, if anything does."""
         return self.head.optimizer if isinstance(self.head, SieveLinear) else None
 
-    def _make_optimizer(self, model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    def _make_optimizer(self, model: nn.Module, settings: Settings) -> RowAdamW:
         """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
         apart = set() if settings.head_step is None or self.head is None else set(self.head.parameters())
         trainable = [p for p in model.parameters() if p.requires_grad and p not in apart]
+        texts = [module for module in model.modules() if isinstance(module, TextBody) and not self.sharded]
+        for body in texts:
+            body.by_rows = self.device.type == "cpu" and self.ranks == 1
+        tables = [body.table.weight for body in texts]
+        known = {id(table) for table in tables}
         groups = [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": tables, "weight_decay": settings.weight_decay, "by_rows": True},
+            {
+                "params": [p for p in trainable if p.ndim > 1 and id(p) not in known],
+                "weight_decay": settings.weight_decay,
+            },
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
         rate: float | Tensor = settings.learning_rate
@@ -98,7 +109,7 @@ class Replica:
             rate = torch.tensor(rate, dtype=torch.float32, device=self.device)
             model.to(self.device)  # the optimizer must find its parameters where they stay
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=rate, fused=not self.sharded, capturable=self.graphs)
+        return RowAdamW(groups, lr=rate, fused=not self.sharded, capturable=self.graphs)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -124,6 +135,8 @@ class Replica:
             # Flat: else as many positions as classes warn.
             outcome = self.objective(*((outputs.flatten(0, -2), target.flatten()) if tokens else (outputs, target)))
         loss, solved, margin = self._row_pass(*outcome)
+        if self.class_weight is not None:
+            loss = loss.view(target.shape) * self.class_weight[target.clamp_min(0)]
         if tokens:
             ignored = target == IGNORED
             solved = (solved.view(target.shape) | ignored).all(-1)
@@ -265,7 +278,7 @@ def _head_optimizer(settings: Settings) -> HeadOptimizer:
 def _fused_head(model: nn.Module, objective: Objective, settings: Settings) -> nn.Linear | None:
     """The head that the objective can do without the logits of, if there are many; the model is left without it."""
     many = MANY_CLASSES if settings.many_classes is None else settings.many_classes
-    if not objective.takes_hidden or not isinstance(model, Classifier) or not isinstance(model.head, nn.Linear):
+    if not objective.takes_hidden or not isinstance(model, Net) or not isinstance(model.head, nn.Linear):
         return None
     if model.head.out_features < many:
         return None

@@ -11,6 +11,7 @@ from softsieve import _checks
 from softsieve.losses.objectives import SINGLE_LABEL, Objective, make_objective
 from softsieve.losses.schedule import SHAPES, DeltaSchedule
 from softsieve.training.speed import ASSpeed
+from softsieve.training.weights import check_class_weights
 
 SKIP = ("no", "solved", "infobatch", "selective-backprop", "seta")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -23,16 +24,28 @@ NEWER = (
     "head_step",
     "head_dtype",
     "head_rate",
+    "class_weights",
 )  # than the first version
+BY_DATA: Any = None  # the default of what depends on data and model: `Settings.filled` has the values
+# For a model that nothing is known of: what fine-tunes an encoder.
+PLAIN: dict[str, Any] = {
+    "epochs": 3, "batch_size": 32, "eval_batch_size": 512, "learning_rate": 5e-5, "delta": 0.1, "metric": "accuracy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to train. A checkpoint is resumed only under the settings it was made with.
 
+    Six of them depend on data and model: ``epochs``, ``batch_size``, ``eval_batch_size``, ``learning_rate``, ``delta``
+    and ``metric``. Those that are None are filled in where training begins: by `softsieve.training.run.train` with the
+    recipe of ``softsieve train``, by a `Trainer`, which knows nothing of its model, with what fine-tunes an encoder.
+
     Attributes:
         loss: name of the objective, one of ``softsieve.losses.objectives.SINGLE_LABEL`` (or ``MULTI_LABEL``).
         loss_options: of that objective, by name: ``{"margin": 0.2}``; None: as it comes. AS-Softmax has ``delta``.
+        class_weights: of rows in the loss: ``"balanced"``, the more the rarer their class is, or by label, where only
+            ratios count and a label that is not named has 1; None: all alike. For one label a row or a word.
         epochs, batch_size: passes over the data and rows of a micro-batch on each process.
         learning_rate, weight_decay, warmup_ratio, max_grad_norm: AdamW with a linear warm-up over a share of training
             and a linear decay to 0, by samples seen; samples that are left out count as seen.
@@ -45,7 +58,7 @@ class Settings:
         skip_margin, tolerance, recheck, screen_above: policy of `SolvedSampler`, whose ``margin`` is the first.
         skip_after: optimizer steps before ``"solved"`` leaves anything out: where there are few, none can be spared.
         eval_steps, save_steps, logging_steps: optimizer steps between evaluations, checkpoints and log lines; 0 for
-            evaluation means once an epoch, for checkpoints never.
+            evaluation means once an epoch, for checkpoints only at the end, and None for checkpoints never.
         metric, greater_is_better: what the best model is best at: a metric of the task, or ``"loss"``, and whether more
             of it is better; None: of all but the loss.
         patience: evaluations without a better metric before training stops; 0: never.
@@ -58,18 +71,30 @@ class Settings:
         head_rate: learning rate of such a head, as a multiple of ``learning_rate``; None: 1. SGD needs a large one.
         graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
         seed: of weights, order and dropout.
+
+    Raises:
+        TypeError, ValueError: naming the setting, what was expected and what was found.
+
+    Example:
+        >>> settings = Settings(skip="solved", epochs=4)
+        >>> settings.epochs, settings.learning_rate
+        (4, None)
+        >>> full = settings.filled({"epochs": 8, "learning_rate": 3e-3})
+        >>> full.epochs, full.learning_rate
+        (4, 0.003)
     """
 
     loss: str = "as-softmax"
     loss_options: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
-    epochs: int = 3
-    batch_size: int = 32
-    eval_batch_size: int = 512
-    learning_rate: float = 5e-5
+    class_weights: str | Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
+    epochs: int = BY_DATA
+    batch_size: int = BY_DATA
+    eval_batch_size: int = BY_DATA
+    learning_rate: float = BY_DATA
     weight_decay: float = 0.01
     warmup_ratio: float = 0.1
     max_grad_norm: float = 1.0
-    delta: float = 0.1
+    delta: float = BY_DATA
     initial_delta: float = 1.0
     delta_ratio: float = 0.0
     delta_shape: str = "linear"
@@ -83,10 +108,10 @@ class Settings:
     recheck: float = 0.05
     screen_above: float = 1 / 3
     eval_steps: int = 0
-    save_steps: int = 0
+    save_steps: int | None = 0
     save_total_limit: int = 2
     logging_steps: int = 50
-    metric: str = "accuracy"
+    metric: str = BY_DATA
     greater_is_better: bool | None = None
     patience: int = 0
     precision: str = "no"
@@ -98,12 +123,14 @@ class Settings:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        if _checks.number("learning_rate", self.learning_rate, 0) == 0:
+        if self.learning_rate is not None and _checks.number("learning_rate", self.learning_rate, 0) == 0:
             raise ValueError("learning_rate: expected a number above 0, found 0")
         for name in ("epochs", "batch_size", "eval_batch_size", "speed_steps", "logging_steps", "save_total_limit"):
-            _checks.whole_number(name, getattr(self, name), 1, 2**31)
+            if name not in PLAIN or getattr(self, name) is not None:
+                _checks.whole_number(name, getattr(self, name), 1, 2**31)
         for name in ("eval_steps", "save_steps", "patience", "seed", "skip_after"):
-            _checks.whole_number(name, getattr(self, name), 0, 2**31)
+            if name != "save_steps" or self.save_steps is not None:
+                _checks.whole_number(name, getattr(self, name), 0, 2**31)
         if self.many_classes is not None:
             _checks.whole_number("many_classes", self.many_classes, 1, 2**31)
         for name in ("weight_decay", "max_grad_norm"):
@@ -114,6 +141,7 @@ class Settings:
         for name, low in {"tolerance": 0, "recheck": 1e-6, "screen_above": 0}.items():
             _checks.number(name, getattr(self, name), low, 1)
         self._check_loss_options()
+        object.__setattr__(self, "class_weights", check_class_weights(self.class_weights))
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)
@@ -172,9 +200,14 @@ class Settings:
             options["delta"] = self.schedule()(0)
         return make_objective(self.loss, multilabel=multilabel, reduction="none", **options)
 
+    def filled(self, defaults: Mapping[str, Any] = PLAIN) -> Settings:
+        """These with the values of ``defaults`` for what is None; `softsieve.training.recipes.usual` has such ones."""
+        return dataclasses.replace(self, **{n: value for n, value in defaults.items() if getattr(self, n) is None})
+
     def schedule(self) -> DeltaSchedule:
         """The margin as a function of the share of training that is done."""
-        return DeltaSchedule(self.delta, self.initial_delta, self.delta_ratio, total_steps=1, shape=self.delta_shape)
+        delta = PLAIN["delta"] if self.delta is None else self.delta
+        return DeltaSchedule(delta, self.initial_delta, self.delta_ratio, total_steps=1, shape=self.delta_shape)
 
     def speed(self) -> ASSpeed:
         """AS-Speed at its start."""
@@ -191,6 +224,8 @@ class Settings:
         values = dataclasses.asdict(self)
         if self.loss_options is not None:
             values["loss_options"] = dict(self.loss_options)
+        if isinstance(self.class_weights, tuple):
+            values["class_weights"] = dict(self.class_weights)
         if self.skip != "solved":
             values["skip_after"] = None
         return {name: value for name, value in values.items() if name not in NEWER or value is not None}

@@ -14,6 +14,7 @@ from softsieve._graphs import Graphed
 from softsieve.errors import DivergedError
 from softsieve.tasks.rows import Rows
 from softsieve.training.replica import Replica, RowPass
+from softsieve.training.row_adamw import clip_gradients
 from softsieve.training.settings import Settings
 
 MOST_GRAPHS = 12  # texts of up to 128 tokens have ten lengths, rounded
@@ -63,7 +64,9 @@ class EagerSteps:
             waits = number < len(parts)
             with replica.accelerator.no_sync(replica.model) if waits else contextlib.nullcontext():
                 replica.accelerator.backward(self.batch_loss(part, count))
-        if clip:
+        if clip and any(p.grad is not None and p.grad.is_sparse for p in replica.model.parameters()):
+            clip_gradients(replica.model.parameters(), clip)
+        elif clip:
             replica.accelerator.clip_grad_norm_(replica.model.parameters(), clip)
         replica.optimizer.step()
         replica.optimizer.zero_grad()
