@@ -23,7 +23,7 @@ def next_item(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each loss")] = 3,
     epochs: Annotated[int, typer.Option(min=1, help="of each run; test is at the best by validation")] = 3,
-    learning_rate: Annotated[
+    lr: Annotated[
         list[float], typer.Option(help="of AdamW; of several, validation chooses with the first loss and one seed")
     ] = [3e-3],  # noqa: B006
     batch: Annotated[int, typer.Option(min=1, help="users in a step")] = 128,
@@ -55,8 +55,8 @@ def next_item(
         from softsieve.errors import InputError
 
         set_threads(threads)
-        if not loss or not learning_rate:
-            raise InputError(f"{'learning_rate' if loss else 'loss'}: expected at least one, found none")
+        if not loss or not lr:
+            raise InputError(f"{'lr' if loss else 'loss'}: expected at least one, found none")
         shared: dict[str, Any] = {
             "epochs": epochs,
             "batch": batch,
@@ -78,7 +78,7 @@ def next_item(
         def made(jobs: list[suite.Job]) -> list[suite.Run]:
             return suite.make(jobs, out, side_by_side=side_by_side, progress=progress)
 
-        rates = made([plan(loss[0], 0, rate) for rate in dict.fromkeys(learning_rate)])
+        rates = made([plan(loss[0], 0, rate) for rate in dict.fromkeys(lr)])
         rate = suite.choose(rates)["learning_rate"]
         trials = made([plan(f"{delta:g}", 0, rate) for delta in dict.fromkeys(grid)]) if grid else []
         chosen = [suite.choose(trials)["loss"]] if trials else []

@@ -16,7 +16,7 @@ from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.reference.answers import is_right
 from softsieve.tasks.encode import ImageEncoder
-from softsieve.tasks.examples import Data, Examples
+from softsieve.tasks.examples import Data
 from softsieve.tasks.presets import load_preset
 from softsieve.tasks.task import Task
 
@@ -105,7 +105,7 @@ def fit(
     task = Task("image", sorted(set(data.train.labels)), ImageEncoder(side, mirror=0))
     generator = torch.Generator().manual_seed(seed)
     some = torch.randperm(len(data.train.inputs), generator=generator)[:train_rows].tolist()
-    train = task.rows(Examples(*([column[i] for i in some] for column in data.train)))
+    train = task.rows(data.train.pick(some))
     test = task.rows(data.test)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

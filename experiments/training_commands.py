@@ -21,14 +21,14 @@ Margins = Annotated[list[float], typer.Option(min=0, max=1, help="margin of AS-S
 
 
 def _asked(
-    task: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
+    data: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
     seeds: Annotated[int, typer.Option(min=1, help="runs of each kind")] = 5,
     model: Annotated[str | None, typer.Option(help="name or folder of a Hugging Face encoder; else built-in")] = None,
     max_length: Annotated[int, typer.Option(min=1, help="tokens of a text that the model reads")] = 128,
     data_dir: Annotated[Path, typer.Option(help="where the presets' data are")] = Path("data"),
     epochs: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate, instead of the recipe's")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
     graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
     side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
@@ -36,10 +36,10 @@ def _asked(
     """What the options in common say."""
     from experiments.training_runs import Asked
 
-    chosen: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    chosen: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": lr}
     overrides = {name: value for name, value in chosen.items() if value is not None}
     overrides |= {"precision": precision, "graphs": graphs}
-    return Asked(task, seeds, model, max_length, data_dir, side_by_side, overrides)
+    return Asked(data, seeds, model, max_length, data_dir, side_by_side, overrides)
 
 
 def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -25,7 +25,7 @@ MAY_USE = {
     "heads": {"kernels"},
     "layers": {"heads", "kernels", "losses"},
     "training": {"heads", "layers", "losses", "tasks"},
-    "tasks": {"losses"},
+    "tasks": {"kernels", "losses"},
     "integrations": {"heads", "layers", "losses", "tasks", "training"},
     "report": {"losses"},
     "comparisons": {"heads", "integrations", "layers", "losses", "reference", "tasks", "training"},

@@ -11,8 +11,9 @@ import sys
 import pytest
 
 MODULES = ["softsieve", "softsieve.losses", "softsieve.layers", "softsieve.training", "softsieve.reference", "as_sm"]
-EXTRAS = {"accelerate", "entmax", "lightning", "rich", "safetensors", "transformers", "triton", "typer"}
+EXTRAS = {"accelerate", "entmax", "lightning", "rich", "safetensors", "sklearn", "transformers", "triton", "typer"}
 NAMES = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
+NAMES.append(("softsieve", "Classifier"))  # needs an extra, which `from softsieve import *` must not
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
@@ -54,3 +55,24 @@ def test_importing_brings_in_no_extra_and_no_command_line() -> None:
     code = f"EXTRAS = {EXTRAS}; {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_estimator_is_imported_when_it_is_asked_for_and_says_what_it_lacks() -> None:
+    code = """
+import sys, softsieve
+assert "Classifier" in dir(softsieve)
+try:
+    softsieve.classifier
+except AttributeError as error:
+    print(error)
+sys.modules["sklearn"] = None
+try:
+    from softsieve import Classifier
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "module 'softsieve' has no attribute 'classifier'",
+        "softsieve.Classifier needs the package sklearn.base: pip install 'softsieve[train]'",
+    ]

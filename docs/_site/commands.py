@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PAGE, MARK = "cli.md", "<!-- every command -->"
+PAGE, MARK, NAMES_MARK = "cli.md", "<!-- every command -->", "<!-- other names -->"
 PROGRAM = "softsieve"
 CHECKOUT = {"python -m benchmarks": "benchmarks.commands", "python -m experiments": "experiments.commands"}
 HEADING = """## From a checkout
@@ -23,9 +23,28 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """What mkdocs calls for each page."""
     if page.file.src_uri != PAGE:
         return markdown
-    if MARK not in markdown:
-        raise ValueError(f"{PAGE}: expected the line {MARK}, where the commands go, found none")
-    return markdown.replace(MARK, every_command())
+    for mark, text in {MARK: every_command(), NAMES_MARK: other_names()}.items():
+        if mark not in markdown:
+            raise ValueError(f"{PAGE}: expected the line {mark}, which commands or names replace, found none")
+        markdown = markdown.replace(mark, text)
+    return markdown
+
+
+def other_names() -> str:
+    """A table of the names that do as well."""
+    from softsieve.cli.script import NAMES
+
+    lines = [f"| {', '.join(map(written, ones))} | {written(name)} |" for name, ones in NAMES.items()]
+    return "\n".join(["| the option | does as well |", "|---|---|", *lines])
+
+
+def written(name: str) -> str:
+    """A name as it is read, with underscores.
+
+    >>> written("--batch-size")
+    '`--batch_size`'
+    """
+    return f"`--{name[2:].replace('-', '_')}`" if name.startswith("--") else f"`{name}`"
 
 
 def every_command() -> str:
@@ -87,7 +106,7 @@ def tables(command: Any) -> Iterator[str]:
 
 def row(one: Any) -> str:
     """A line of a table: names, what for, what holds if it is not given."""
-    names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
+    names = ", ".join(map(written, (*one.opts, *one.secondary_opts)))
     return f"| {names} | {cell(one.help or '')} | {usual(one)} |"
 
 

@@ -23,11 +23,13 @@ def _extra(gives: str, packages: str) -> Extra:
 
 EXTRAS = {
     "train": _extra(
-        "softsieve train, predict, compare and generate; the integration with Hugging Face",
+        "softsieve train, predict, compare and generate; Classifier; the integration with Hugging Face",
         "accelerate datasets matplotlib pillow pyarrow scikit-learn scipy seqeval soundfile tensorboard transformers",
     ),
     "lightning": _extra("callbacks for Lightning", "lightning"),
     "rivals": _extra("sparsemax and entmax-1.5, indexes of faiss to compare with", "entmax faiss-cpu"),
+    "export": _extra("models as ONNX files", "onnx onnxruntime onnxscript"),
+    "serve": _extra("softsieve serve: a trained model behind HTTP", "fastapi uvicorn"),
     "report": _extra("reports to look at in a browser", "jinja2 plotly"),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from softsieve.cli import app
+from softsieve.tasks.examples import Examples
+from softsieve.tasks.rows import Rows
+from softsieve.tasks.task import Task
 
 
 def predict(model: Path, *arguments: object, given: str | bytes | None = None) -> Any:
@@ -45,8 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     rows = [f"a {('good', 'bad')[i % 2]} film,{('pos', 'neg')[i % 2]}\n" for i in range(40)]
     (folder / "train.csv").write_text("".join(["text,label\n", *rows]))
-    command = ["train", "--data", str(folder / "train.csv"), "--output_dir", str(folder / "run"), "--quiet"]
-    result = CliRunner().invoke(app, [*command, "--num_train_epochs", "10"])
+    command = ["train", "--data", str(folder / "train.csv"), "--out", str(folder / "run"), "--quiet"]
+    result = CliRunner().invoke(app, [*command, "--epochs", "10"])
     assert result.exit_code == 0, result.output
     return folder / "run"
 
@@ -55,8 +60,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tagger")
     (folder / "train.conll").write_text("in O\nRome B-LOC\n\nat O\nOslo B-LOC\n\n" * 20)
-    command = ["train", "--data", str(folder / "train.conll"), "--output_dir", str(folder / "run"), "--quiet"]
-    result = CliRunner().invoke(app, [*command, "--num_train_epochs", "10"])
+    command = ["train", "--data", str(folder / "train.conll"), "--out", str(folder / "run"), "--quiet"]
+    result = CliRunner().invoke(app, [*command, "--epochs", "10"])
     assert result.exit_code == 0, result.output
     return folder / "run"
 
@@ -113,7 +118,22 @@ def test_no_labels(model: Path, content: str) -> None:
 def test_labels_that_the_model_does_not_know(model: Path) -> None:
     result = answered(model, "--data", write("in.csv", "text,label\ngood,pos\nfair,[odd]\n"))
     assert len(result.stdout.splitlines()) == 3
-    assert result.stderr == "no metrics: in.csv:3: the model does not know the label '[odd]'\n"
+    said = "labels: 1 of 2 rows have labels that training has not seen and count as wrong: '[odd]' (in.csv:3)"
+    assert result.stderr.startswith(f"{said}\n")
+    assert "accuracy % │ 50.00" in re.sub(" +", " ", result.stderr)
+
+
+def test_bad_rows_are_skipped(model: Path) -> None:
+    data = write("in.csv", "id;text\n1;good\n2; \n3;bad\n")
+    result = CliRunner().invoke(app, ["predict", str(model), "--data", str(data)])
+    assert result.exit_code == 1
+    assert "in.csv:3: column 'text': empty text" in result.stderr
+    result = answered(model, "--data", data, "--on_error", "skip")
+    assert len(result.stdout.splitlines()) == 3
+    assert result.stderr == "in.csv: left out 1 of 3 rows: in.csv:3: column 'text': empty text\n"
+    Path("b.csv").write_bytes("text\ngood\n".encode("utf-16-le"))
+    result = answered(model, "--data", Path("b.csv"), "--encoding", "utf-16-le")
+    assert len(result.stdout.splitlines()) == 2
 
 
 def test_named_columns(model: Path) -> None:
@@ -144,13 +164,91 @@ def test_a_folder_of_images_without_labels() -> None:
         for path in (Path("train", ("red", "green")[i % 2], f"{i}.png"), Path("new", f"{i:02}.png")):
             path.parent.mkdir(parents=True, exist_ok=True)
             library.fromarray(pixels).save(path)
-    result = CliRunner().invoke(app, ["train", "--data", "train", "--quiet", "--num_train_epochs", "10"])
+    result = CliRunner().invoke(app, ["train", "--data", "train", "--quiet", "--epochs", "10"])
     assert result.exit_code == 0, result.output
     found = answered(Path("softsieve-run"), "--data", "new", "--workers", "2").stdout.splitlines()
     assert [row.split(",")[:2] for row in found[1:3]] == [["new/00.png", "red"], ["new/01.png", "green"]]
     found = answered(Path("softsieve-run"), "--data", "-", given="new/01.png\n").stdout.splitlines()
     assert found[1].startswith("new/01.png,green,")
+    found = answered(Path("softsieve-run"), "--data", "new/01.png", "--top_k", "2").stdout.splitlines()
+    assert found[0] == "file,prediction,probability,label_1,probability_1,label_2,probability_2"
+    assert found[1].startswith("new/01.png,green,")
+    assert "new/none.png: no such file" in refused(Path("softsieve-run"), "--data", "new/none.png")
     assert "with a model of image, found --text" in refused(Path("softsieve-run"), "--text", "red")
+
+
+def test_other_columns_stay(model: Path) -> None:
+    data = write("in.csv", 'id,text,label,prediction,note\n7,good,pos,old,"a, b"\n8,bad,pos,,\n')
+    rows = list(csv.DictReader(answered(model, "--data", data).stdout.splitlines()))
+    assert [(row["id"], row["prediction"], row["prediction_given"], row["note"]) for row in rows] == [
+        ("7", "pos", "old", "a, b"),
+        ("8", "neg", "", ""),
+    ]
+    data = write("in.jsonl", '{"text": "good", "id": 7, "seen": ["x", "y"], "more": {"a": null}}\n')
+    answered(model, "--data", data, "--out", "out.jsonl")
+    row = json.loads(Path("out.jsonl").read_text())
+    assert (row["id"], row["seen"], row["more"], row["prediction"]) == (7, ["x", "y"], {"a": None}, "pos")
+    row = next(csv.DictReader(answered(model, "--data", data).stdout.splitlines()))
+    assert (row["seen"], row["more"]) == ("x|y", '{"a": null}')
+
+
+def test_the_most_probable_classes(model: Path) -> None:
+    row = next(csv.DictReader(answered(model, "--text", "good", "--top_k", "2").stdout.splitlines()))
+    assert (row["label_1"], row["label_2"], row["prediction"]) == ("pos", "neg", "pos")
+    assert float(row["probability_1"]) == float(row["probability"])
+    assert float(row["probability_1"]) + float(row["probability_2"]) == pytest.approx(1, abs=2e-6)
+    answered(model, "--text", "bad", "--top_k", "1", "--out", "out.jsonl")
+    row = json.loads(Path("out.jsonl").read_text())
+    assert row["top"] == [{"label": "neg", "probability": row["probability"]}]
+    assert "top_k: expected at most 2" in refused(model, "--text", "x", "--top_k", "3")
+
+
+def test_labels_with_their_probabilities(tmp_path: Path) -> None:
+    words = ("red", "blue", "green")
+    rows = [[word for bit, word in enumerate(words) if number >> bit & 1] for number in range(8)] * 10
+    lines = [json.dumps({"text": f"{' '.join(labels)} thing", "labels": labels}) + "\n" for labels in rows]
+    data = write("in.jsonl", "".join(lines))
+    result = CliRunner().invoke(app, ["train", "--data", data, "--quiet", "--epochs", "30", "--validation_share", "0"])
+    assert result.exit_code == 0, result.output
+    answered(Path("softsieve-run"), "--data", data, "--top_k", "2", "--out", "out.jsonl")
+    for line, labels in zip(Path("out.jsonl").read_text().splitlines(), rows, strict=True):
+        row = json.loads(line)
+        assert sorted(row["prediction"]) == sorted(labels)
+        assert len(row["probability"]) == len(labels)
+        assert all(p > 0.5 for p in row["probability"])
+        assert [one["probability"] for one in row["top"]] == sorted(
+            (o["probability"] for o in row["top"]), reverse=True
+        )
+        assert {one["label"] for one in row["top"] if one["probability"] > 0.5} <= set(labels)
+    found = next(csv.DictReader(answered(Path("softsieve-run"), "--text", "red blue thing").stdout.splitlines()))
+    assert found["prediction"] == "blue|red"
+    assert len(found["probability"].split("|")) == 2
+
+
+def test_words_have_no_most_probable_classes(tagger: Path) -> None:
+    assert "top_k: expected with one answer a row" in refused(tagger, "--text", "in Oslo", "--top_k", "2")
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_rows_are_answered_some_at_a_time(
+    model: Path, tagger: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, data = model, write("in.csv", "text,label\n" + "good,pos\nbad,pos\na film,neg\n" * 5)
+    if kind == "tokens":
+        one, data = tagger, write("in.conll", "in O\nRome B-LOC\n\nat O\n\nin O\nOslo O\nat O\n\n" * 5)
+    whole = answered(one, "--data", data)
+    most: list[int] = []
+    original = Task.rows
+    monkeypatch.setattr(sys.modules["softsieve.cli.predict"], "AT_ONCE", 4)
+
+    def rows(self: Task, examples: Examples, **more: Any) -> Rows:
+        most.append(len(examples.inputs))
+        return original(self, examples, **more)
+
+    monkeypatch.setattr(Task, "rows", rows)
+    parts = answered(one, "--data", data)
+    assert (parts.stdout, parts.stderr) == (whole.stdout, whole.stderr)
+    assert most == [4, 4, 4, 3]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +261,7 @@ def test_a_folder_of_images_without_labels() -> None:
         (["--data", "in.csv", "--text_column", "body"], "in.csv: no column 'body'"),
         (["--data", "in.csv", "--label_column", "mark"], "in.csv: no column 'mark'"),
         (["--text", " "], "text 1: empty text"),
-        (["--text", "x", "--text_column", "text"], "text_column: expected with a file of --data"),
+        (["--text", "x", "--text_column", "text"], "text_column: expected with a table of --data"),
         (["--text", "x", "--out", "out.xls"], "out.xls: expected a file .csv, .tsv, .jsonl"),
         (["--text", "x", "--out", "in.csv/out.csv"], "in.csv"),
         (["--text", "x", "--out", "folder.csv"], "folder.csv: expected a file, found a folder"),

@@ -50,6 +50,7 @@ def text_of(page: str) -> str:
     if page == "cli.md":
         commands = site_module("commands")
         text = text.replace(commands.MARK, commands.every_command())
+        text = text.replace(commands.NAMES_MARK, commands.other_names())
     return text
 
 

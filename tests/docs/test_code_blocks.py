@@ -11,7 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,11 @@ ONLY_READ = {
 }
 # What is added to commands so that they take a second: the same commands, with less to do.
 SMALLER = {
-    "softsieve train": "--num_train_epochs 2 --save_steps 2 --quiet",
+    "softsieve train": "--epochs 2 --save_steps 2 --quiet",
     "softsieve compare": "--epochs 2 --seeds 1",
     "python -m benchmarks linear": '--rival "torch eager"',
     "softsieve generate": "--tokens 6 --queries 300 --delta 0.1",
+    "softsieve serve": "--port 0",
     "softsieve head bench": "--calibration 300 --test-queries 10 --delta 0.1",
     "python -m experiments next-item": "--epochs 1 --seeds 1 --size 8 --layers 1",
     "python -m experiments perplexity": "--calibration 400 --tokens 40 --delta 0.1",
@@ -218,12 +221,53 @@ def run(page: str, command: str) -> None:
         read(words, program)
         if page not in ONLY_READ:
             more = next((more for start, more in SMALLER.items() if command.startswith(start)), "")
+            if words[0] == "serve":
+                start_server([*words, *shlex.split(more)])
+                return
             done = CliRunner().invoke(APPS[program], [*words, *shlex.split(more)])
             assert done.exit_code == 0, f"{command}: {done.output} {done.exception!r}"
     elif program in OTHERS:
         OTHERS[program](words)
     else:
         raise AssertionError(f"{page}: {command}: nothing is known of {program!r}")
+
+
+SERVERS: dict[str, subprocess.Popen[str]] = {}  # by address, those of the page under test
+
+
+def start_server(words: list[str]) -> None:
+    """A process that goes on serving while the next commands of the page run."""
+    command = [sys.executable, "-u", "-c", "from softsieve.cli import app; app()", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    line = process.stdout.readline() if process.stdout is not None else ""
+    address = re.search(r"http://[\d.]+:\d+", line)
+    SERVERS[address[0] if address else line] = process
+    assert address, line
+
+
+@pytest.fixture(autouse=True)
+def _no_servers() -> Iterator[None]:
+    yield
+    with ExitStack() as stack:
+        for process in SERVERS.values():
+            stack.enter_context(process)
+            process.terminate()
+    SERVERS.clear()
+
+
+def ask_server(words: list[str]) -> None:
+    """What `curl` would ask of the server that the page has started, by the address it really has."""
+    url, *options = words
+    place, _, path = url.removeprefix("http://").partition("/")
+    assert place == "127.0.0.1:8000"
+    assert SERVERS, "no server was started"
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    assert given.keys() <= {"-H", "-d"}
+    headers = dict([given["-H"].split(": ", 1)]) if "-H" in given else {}
+    body = given["-d"].encode() if "-d" in given else None
+    request = urllib.request.Request(f"{next(iter(SERVERS))}/{path}", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200
 
 
 def read_make(words: list[str]) -> None:
@@ -271,6 +315,7 @@ def read_accelerate(words: list[str]) -> None:
 
 
 OTHERS = {
+    "curl": ask_server,
     "make": read_make,
     "pip": read_pip,
     "python": read_python,

@@ -194,6 +194,7 @@ def test_every_command_and_option_is_on_the_page(site: dict[str, Page]) -> None:
     from typer.main import get_command
 
     from softsieve.cli import app
+    from softsieve.cli.script import NAMES
 
     text = text_of("cli.md")
     assert set(get_command(app).commands) >= {  # type: ignore[attr-defined]
@@ -209,8 +210,10 @@ def test_every_command_and_option_is_on_the_page(site: dict[str, Page]) -> None:
         if hasattr(command, "commands"):
             continue
         for one in command.params:
-            if one.name != "help":
-                assert all(f"`{name}`" in heading[1] for name in one.opts), f"{path}: {one.opts}"
+            if one.name != "help" and not getattr(one, "hidden", False):
+                assert all(page.written(name) in heading[1] for name in one.opts), f"{path}: {one.opts}"
+    for name, ones in NAMES.items():
+        assert f"| {', '.join(map(page.written, ones))} | {page.written(name)} |" in text
 
 
 def test_the_page_of_commands_needs_its_mark() -> None:
@@ -221,7 +224,7 @@ def test_the_page_of_commands_needs_its_mark() -> None:
         file = File()
 
     hook: Any = site_module("commands")
-    assert "`softsieve train`" in hook.on_page_markdown(f"a\n{hook.MARK}\n", page=Given())
+    assert "`softsieve train`" in hook.on_page_markdown(f"a\n{hook.MARK}\n{hook.NAMES_MARK}\n", page=Given())
     with pytest.raises(ValueError, match=r"cli\.md"):
         hook.on_page_markdown("a\n", page=Given())
 

@@ -18,6 +18,7 @@ SCRIPTS = {
     "finetune_with_trainer": ("transformers", r"N optimizer steps \(a plain Trainer makes 240\), test accuracy N%"),
     "head_for_a_language_model": ("transformers", r"one token reads N% of the layer; its probability is N"),
     "million_classes": ("", r"N ms a query; the exact product takes N ms"),
+    "finetune_language_model": ("transformers", r"next token right: N%, cross-entropy N"),
     "next_item": ("", r"the item that was taken is among them for N%"),
 }
 NUMBER = r"(\\d+(?:\\.\\d+)?)"
@@ -58,6 +59,8 @@ def check_claims(name: str, output: str) -> None:
         assert skipping < every / 2
     elif name == "finetune_with_trainer":
         assert int(re.findall(r"(\d+) optimizer steps", output)[0]) < 240
+    elif name == "finetune_language_model":
+        assert int(re.findall(r"right: (\d+)%", output)[0]) >= 80
     elif name == "head_for_a_language_model":
         assert int(re.findall(r"reads (\d+)%", output)[0]) < 50
     elif name == "next_item":

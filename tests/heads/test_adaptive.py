@@ -279,6 +279,7 @@ def test_log_partition_at_the_ends_of_its_interval() -> None:
     ("options", "error", "says"),
     [
         ({"eps": 0}, ValueError, "eps: expected a number between 0 and 1, both excluded, found 0"),
+        ({"eps": 5e-324}, ValueError, "eps: expected a number between 0 and 1, both excluded, found 4.94066e-324"),
         ({"eps": 1.0}, ValueError, "eps: "),
         ({"eps": float("nan")}, ValueError, "eps: "),
         ({"eps": "0.1"}, TypeError, "eps: expected a number, found str"),

@@ -144,6 +144,16 @@ def test_triton_steps_as_torch_does(rule: str, several: bool, kind: str) -> None
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
+def test_autograd_is_told_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels change memory unseen; interpreted ones do not, so it is the call that is looked at."""
+    told: list[Tensor] = []
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", told.append)
+    plain, hidden, target = make(False, "all kinds")
+    layer = SieveLinear.from_linear(plain, optimizer=HeadSGD(0.5))
+    layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
+    assert [id(value) for value in told] == [id(layer.weight), id(layer.bias)]
+
+
 def test_classes_without_a_gradient_are_not_touched() -> None:
     plain, hidden, target = make(True, "listed")
     layer = SieveLinear.from_linear(plain, optimizer=HeadSGD(0.5))

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from softsieve._files import only_one
+from softsieve.cli.devices import DEVICE_HELP, choose_device
 from softsieve.cli.errors import one_line
+from softsieve.cli.script import CONFIG_HELP
 from softsieve.comparisons.output import beside
 from softsieve.errors import InputError
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    task: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
+    data: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
     row: Annotated[
         list[str] | None, typer.Option(help="a row of the table, such as as-skip; several; all that fit the labels")
     ] = None,
@@ -35,16 +37,18 @@ def compare(
     out: Annotated[Path, typer.Option(help="results: OUT.json, OUT.md and a folder OUT.runs")] = Path("compare"),
     epochs: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="instead of the recipe's")] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate, instead of the recipe's")] = None,
     delta: Annotated[float | None, typer.Option(min=0, max=1, help="instead of the recipe's")] = None,
     skip_margin: Annotated[float | None, typer.Option(help="of rows that skip, instead of a measured one")] = None,
     skip_after: Annotated[int | None, typer.Option(min=0, help="steps before rows skip, instead of 256")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     search: Annotated[
         int | None, typer.Option(min=1, help="trials of each row, on validation rows, to choose its settings by")
     ] = None,
     graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
     side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
+    config: Annotated[Path | None, typer.Option(help=CONFIG_HELP)] = None,
 ) -> None:
     """Train every loss with every seed on every data set, and say which is better and what it costs.
 
@@ -56,18 +60,23 @@ def compare(
     asked = {
         "epochs": epochs,
         "batch_size": batch_size,
-        "learning_rate": learning_rate,
+        "learning_rate": lr,
         "delta": delta,
         "skip_margin": skip_margin,
         "skip_after": skip_after,
     }
     overrides = {name: value for name, value in asked.items() if value is not None}
     with one_line():
+        if choose_device(device).index is not None and side_by_side > 1:
+            raise InputError(
+                f"device: expected cpu or cuda with --side_by_side {side_by_side}, found {device!r}; "
+                "CUDA_VISIBLE_DEVICES says which GPU that is"
+            )
         from softsieve.comparisons import losses as suite  # needs the extra train
         from softsieve.comparisons import search as tuning
 
         jobs = suite.plan(
-            task,
+            data,
             row or None,
             range(first_seed, first_seed + seeds),
             model=model,

@@ -24,10 +24,10 @@ from softsieve.report import write_report
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.task import Task
 from softsieve.training.run import encode, train
-from softsieve.training.settings import Settings
+from softsieve.training.settings import PLAIN, Settings
 
 HELD_OUT = 400  # digits of each of the two parts that are not trained on
-MARGIN = Settings.delta
+MARGIN = PLAIN["delta"]
 WAYS: dict[str, dict[str, Any]] = {
     "softmax": {"loss": "softmax"},
     "AS-Softmax": {"loss": "as-softmax"},
@@ -109,7 +109,7 @@ def _train(console: Console, out: Path, seeds: int, epochs: int) -> list[Outcome
     for seed in range(seeds):
         for way, options in WAYS.items():
             settings = Settings(
-                **options, epochs=epochs, batch_size=16, learning_rate=3e-3, logging_steps=20, seed=seed
+                **options, epochs=epochs, batch_size=16, learning_rate=3e-3, delta=MARGIN, logging_steps=20, seed=seed
             )
             folder = out / f"{way.lower().replace(', ', '-').replace(' ', '-')}-seed{seed}"
             show = console.is_terminal

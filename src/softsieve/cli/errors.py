@@ -21,14 +21,14 @@ def is_main_process() -> bool:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Turn an error into one line on stderr and exit code 1 (130 for Ctrl-C).
+    """Turn an error into one line on stderr and exit code 1 (130 for Ctrl-C, which may say how to go on).
 
     SOFTSIEVE_DEBUG=1 shows the traceback instead.
     """
     try:
         yield
-    except KeyboardInterrupt:
-        typer.echo("softsieve: interrupted", err=True)
+    except KeyboardInterrupt as stopped:
+        typer.echo(f"softsieve: interrupted{f'; {stopped}' if str(stopped) else ''}", err=True)
         raise typer.Exit(130) from None
     except BrokenPipeError:  # who reads has enough, as `head` does: Typer ends without a word
         raise
@@ -48,7 +48,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def _words(error: Exception) -> str:
     if _out_of_memory(error):
-        return "out of memory: try smaller batches or a smaller max_seq_length"
+        return "out of memory: try smaller batches or a smaller max_length"
     if isinstance(error, ModuleNotFoundError):
         return f"this needs {missing(error.name)}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

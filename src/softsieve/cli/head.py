@@ -12,9 +12,10 @@ import typer
 from softsieve._files import check_writable
 from softsieve.cli.errors import one_line
 from softsieve.cli.progress import bar, error_console
+from softsieve.cli.script import App
 from softsieve.errors import InputError
 
-head = typer.Typer(help="Output layers: taken out of models, indexed, calibrated, asked.", no_args_is_help=True)
+head = App(help="Output layers: taken out of models, indexed, calibrated, asked.", no_args_is_help=True)
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -22,7 +23,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 @head.command()
 def extract(
     model: Annotated[str, typer.Option(help="name or folder of a Hugging Face causal language model")],
-    text: Annotated[list[str], typer.Option(help="a UTF-8 file, may be .gz or .xz; NAME=FILE names it; several")],
+    corpus: Annotated[list[str], typer.Option(help="a UTF-8 file, may be .gz or .xz; NAME=FILE names it; several")],
     out: Annotated[Path, typer.Option(help="the file to write, .safetensors")],
     queries: Annotated[int, typer.Option(min=2, help="hidden states of each text, from its beginning")] = 4000,
     test_share: Annotated[float, typer.Option(help="share of them, the last ones, that are for tests")] = 0.5,
@@ -36,7 +37,7 @@ def extract(
 ) -> None:
     """Collect the output layer of a language model and the hidden states it is given over some texts.
 
-    softsieve head extract --model NAME --text wikitext.txt --out head.safetensors
+    softsieve head extract --model NAME --corpus wikitext.txt --out head.safetensors
     """
     with one_line():
         if dtype not in DTYPES:
@@ -53,7 +54,7 @@ def extract(
         from softsieve.integrations.head_file import write_head
         from softsieve.tasks.files import read_text
 
-        files = _named(text)
+        files = _named(corpus)
         texts = {name: read_text(path) for name, path in files.items()}
         tokenizer = hidden_states.load_tokenizer(model)
         tokens = {
@@ -79,8 +80,8 @@ def extract(
         write_head(out, layer, notes=notes)
         size = " x ".join(str(side) for side in layer.weight.shape)
         console.print(f"{size}{'' if layer.bias is None else ' with bias'}, {dtype}: {out}")
-        for name, corpus in layer.corpora.items():
-            console.print(f"{name}: {len(corpus.calibration)} states to calibrate, {len(corpus.test)} to test")
+        for name, states in layer.corpora.items():
+            console.print(f"{name}: {len(states.calibration)} states to calibrate, {len(states.test)} to test")
         if layer.beta != 1:
             console.print(f"the model multiplies its logits by {layer.beta:.6g}: pass it on as beta")
         if layer.softcap is not None:
@@ -101,9 +102,9 @@ def _named(texts: list[str]) -> dict[str, Path]:
             for ending in (".gz", ".xz", ".txt"):
                 name = name.removesuffix(ending)
         if not name:
-            raise InputError(f"text: expected FILE or NAME=FILE, found {text!r}")
+            raise InputError(f"corpus: expected FILE or NAME=FILE, found {text!r}")
         if name in files:
-            raise InputError(f"text: expected different names, found {name!r} more than once; NAME=FILE gives one")
+            raise InputError(f"corpus: expected different names, found {name!r} more than once; NAME=FILE gives one")
         files[name] = path
     return files
 

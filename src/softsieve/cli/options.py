@@ -1,34 +1,37 @@
 """What `softsieve train` can be told, and the settings that come of it.
 
-The options have the names of Hugging Face's training scripts and of the published AS-Softmax code, so that their
-command lines work as they are.
+The names of Hugging Face's training scripts and of the published AS-Softmax code do as well (`softsieve.cli.script`),
+so that their command lines work as they are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from softsieve import _checks
-from softsieve.errors import InputError
+from softsieve.cli.devices import DEVICE_HELP
+from softsieve.cli.script import CONFIG_HELP
+from softsieve.errors import InputError, shown
+from softsieve.tasks.files import parse_json, read_text
 from softsieve.training.settings import Settings
+from softsieve.training.weights import BALANCED
 
 STRATEGIES = ("steps", "epoch", "no")
+OF_ONE_RUN = ("out", "overwrite", "resume", "config", "show_progress", "quiet")  # say nothing of what comes out
 NEVER = 2**31  # a number of steps that no run gets to
-TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def _panel(title: str) -> Callable[..., Any]:
     """Makes the options that stand under a title in the help."""
 
-    def option(help: str, default: Any = None, *, names: Sequence[str] = (), **more: Any) -> Any:
-        made = typer.Option(*names, help=help, rich_help_panel=title, show_default=False, **more)
+    def option(help: str, default: Any = None, **more: Any) -> Any:
+        made = typer.Option(help=help, rich_help_panel=title, show_default=False, **more)
         return field(default=default, metadata={"option": made})
 
     return option
@@ -44,35 +47,40 @@ class Options:
     """The options of `softsieve train`, as they were given."""
 
     data: str | None = _data(
-        "a file (.csv, .tsv, .jsonl, .parquet, .conll), a folder (one folder per class, or train.csv and so on), a "
-        "Hugging Face data set or a data set we know (see --task-name)",
+        "a file (.csv, .tsv, .jsonl, .json, .parquet, .conll, .txt), a folder (one folder per class, or train.csv and "
+        "so on), a Hugging Face data set or a data set we know (see --task_name)",
     )
     validation_data: str | None = _data("validation data of its own")
     test_data: str | None = _data("test data of its own")
     task_name: str | None = _data(
         "a data set we know: sst5, clinc150, goemotions, reuters, eurlex57k, conll2003, sighan15, mnist, eurosat, "
-        "cifar10 or fsdd, read from --data-dir",
+        "cifar10 or fsdd, read from --data_dir",
     )
     data_dir: Path | None = _data("where the data sets we know are, a folder each; data if not given")  # noqa: RUF009
-    task: str | None = _data("text, multilabel, tokens, image or audio; found from the data if not given")
+    kind: str | None = _data("text, multilabel, tokens, image or audio; found from the data if not given")
     text_column: str | None = _data("column of texts, words or file names, where its name does not tell")
     label_column: str | None = _data("column of labels, where its name does not tell")
     validation_share: float | None = _data(
         "share of the rows held out where there are no validation data; 0.1 if not given"
     )
-    max_seq_length: int = _data("words or tokens of a text that the model reads; 128", 128)
-    dataloader_num_workers: int = _data("threads that decode images and sounds; 0", 0, min=0)
-    dataloader_pin_memory: bool = _data(
-        "nothing to do here, accepted for scripts: all rows are on the device from the start", True
-    )
+    max_train_samples: int | None = _data("train on so many rows, drawn at random with --seed", min=1)
+    max_eval_samples: int | None = _data("judge by so many validation and test rows, drawn in the same way", min=1)
+    on_error: str = _data("stop at a bad row, image or sound, or skip it and say how many there were; stop", "stop")
+    delimiter: str | None = _data("between the cells of .csv and .tsv files, tab for one; found if not given")
+    encoding: str | None = _data("of text files, such as utf-8, utf-16 or cp1252; found if not given")
+    max_length: int | None = _data("words or tokens of a text that the model reads; 512, with an encoder 128")
+    workers: int = _data("threads that decode images and sounds; 0", 0, min=0)
+    dataloader_pin_memory: bool = _data("accepted for scripts: all rows are on the device", True, hidden=True)
 
-    model_name_or_path: str | None = _model(
-        "name or folder of a Hugging Face encoder; a small built-in model if not given"
+    model: str | None = _model("name or folder of a Hugging Face encoder; a small built-in model if not given")
+    pooling: str | None = _model(
+        "what becomes of the encoder's states of a text: mean, which learns from fewer rows, or model, what its own "
+        "classifier makes of them, for a folder that transformers loads as it is; mean if not given",
     )
     cache_dir: Path | None = _model("where to keep what is downloaded from Hugging Face")  # noqa: RUF009
 
     do_train: bool = _training(
-        "train; of --do-train, --do-eval and --do-predict, all three are done if none is given", False
+        "train; of --do_train, --do_eval and --do_predict, all three are done if none is given", False
     )
     do_eval: bool = _training("evaluate on the validation data", False)
     do_predict: bool = _training("evaluate on the test data", False)
@@ -81,18 +89,23 @@ class Options:
         "am-softmax; multi-label: as-softmax, softmax (ZLPR), bce, focal-bce or asymmetric",
         "as-softmax",
     )
-    num_train_epochs: float | None = _training("passes over the data; 3, and more for the built-in models")
-    learning_rate: float | None = _training("peak; 5e-5, and more for the built-in models")
-    per_device_train_batch_size: int | None = _training("rows of a batch on each process")
-    per_device_eval_batch_size: int | None = _training("rows of a batch in evaluation", min=1)
+    epochs: float | None = _training("passes over the data; 3, and more for the built-in models")
+    lr: float | None = _training("peak of the learning rate; 5e-5, and more for the built-in models")
+    batch_size: int | None = _training("rows of a batch on each process")
+    eval_batch_size: int | None = _training("rows of a batch in evaluation", min=1)
     weight_decay: float = _training("of AdamW; 0.01", 0.01)
     warmup_ratio: float = _training("share of training in which the learning rate rises; 0.1", 0.1)
     max_grad_norm: float = _training("gradients are clipped to this norm, 0 for never; 1", 1.0)
-    fp16: bool = _training("mixed precision on a GPU; without one, float32 and a word about it", False)
-    bf16: bool = _training("mixed precision", False)
+    class_weights: str | None = _training(
+        "what rows weigh in the loss: balanced, by how rare their class is, or a JSON file of weights by label"
+    )
+    device: str | None = _training(DEVICE_HELP)
+    precision: str | None = _training("no (this if not given), bf16 or fp16, which without a GPU is float32")
+    fp16: bool = _training("as --precision fp16", False, hidden=True)
+    bf16: bool = _training("as --precision bf16", False, hidden=True)
     head_step: str | None = _training(
         "sgd or adamw: from 32,768 classes on, step the last layer inside the backward pass, without a gradient of the "
-        "size of its weight; it takes no part in --max-grad-norm"
+        "size of its weight; it takes no part in --max_grad_norm"
     )
     head_dtype: str | None = _training("of the weight of that layer: float32 (this if not given) or bfloat16")
     head_rate: float | None = _training("its learning rate, as a multiple of the others'; 1, and more suits sgd")
@@ -103,57 +116,62 @@ class Options:
     graphs: bool = _training("replay steps as CUDA graphs, which small models gain from", False)
     seed: int = _training("of weights, order and dropout; 42", 42)
 
-    min_as_delta: float | None = _margin(
-        "the margin: a row is solved when its label beats every other class by it; 0.1, multi-label 0.7",
-        names=("--min-as-delta", "--delta"),
+    delta: float | None = _margin(
+        "the margin: a row is solved when its label beats every other class by it; 0.1, multi-label 0.7"
     )
-    as_warm_up: bool = _margin("bring the margin down to its value from --initial-as-delta", False)
-    initial_as_delta: float = _margin("margin at the start of --as-warm-up; 1.0, plain softmax", 1.0)
-    ratio: float = _margin("share of training that --as-warm-up takes; 0", 0.0)
+    as_warm_up: bool = _margin("bring the margin down to its value from --initial_as_delta", False)
+    initial_as_delta: float = _margin("margin at the start of --as_warm_up; 1.0, plain softmax", 1.0)
+    ratio: float = _margin("share of training that --as_warm_up takes; 0", 0.0)
     as_speed_up: bool = _margin("AS-Speed: larger steps the more rows are solved", False)
-    accu_steps: int = _margin("batches in a step of --as-speed-up at most; 2", 2)
-    accu_lambda: float = _margin("how soon --as-speed-up takes larger steps; 1", 1.0)
+    accu_steps: int = _margin("batches in a step of --as_speed_up at most; 2", 2)
+    accu_lambda: float = _margin("how soon --as_speed_up takes larger steps; 1", 1.0)
     skip_solved: bool = _margin("leave out rows that lead safely and screen them again later", False)
-    skip_margin: float | None = _margin("lead from which --skip-solved leaves rows out; measured while training")
-    skip_after: int | None = _margin("optimizer steps before --skip-solved leaves anything out; 256")
-    tolerance: float | None = _margin("share of wrongly left out rows for --skip-solved; 0.01")
+    skip_margin: float | None = _margin("lead from which --skip_solved leaves rows out; measured while training")
+    skip_after: int | None = _margin("optimizer steps before --skip_solved leaves anything out; 256")
+    tolerance: float | None = _margin("share of wrongly left out rows for --skip_solved; 0.01")
 
-    evaluation_strategy: str | None = _when(
-        "steps, epoch (this if not given) or no, which leaves one evaluation at the end",
-        names=("--evaluation-strategy", "--eval-strategy"),
-    )
+    eval_strategy: str | None = _when("steps, epoch (this if not given) or no, which leaves one evaluation at the end")
     eval_steps: int | None = _when("optimizer steps between evaluations; 500", min=1)
     logging_strategy: str | None = _when("steps (this if not given), epoch or no")
     logging_steps: int | None = _when("optimizer steps between log lines; 50", min=1)
     save_strategy: str | None = _when(
-        "steps, epoch (as many steps as one has when nothing is skipped) or no (this if not given)"
+        "steps, epoch (as many steps as one has when nothing is skipped) or no; if not given, one checkpoint at the "
+        "end, from which --resume goes on with more --epochs"
     )
     save_steps: int | None = _when("optimizer steps between checkpoints; 500", min=1)
     save_total_limit: int = _when("checkpoints to keep; 2", 2)
-    metric_for_best_model: str | None = _when(
+    metric: str | None = _when(
         "loss, accuracy, macro_f1, micro_f1 or entity_f1; found from the kind of data if not given"
     )
     greater_is_better: bool | None = _when("whether it is; found from the metric if not given")
     load_best_model_at_end: bool = _when(
-        "keep the weights of the best evaluation; for the last ones, --evaluation-strategy no", True
+        "keep the weights of the best evaluation; for the last ones, --eval_strategy no", True
     )
-    early_stopping_patience: int = _when("evaluations without a better one before training stops; 0: never", 0)
+    patience: int = _when("evaluations without a better one before training stops; 0: never", 0)
 
-    output_dir: Path = _output(  # noqa: RUF009
+    out: Path = _output(  # noqa: RUF009
         "for the model, its metrics, checkpoints and the log; softsieve-run if not given", Path("softsieve-run")
     )
-    overwrite_output_dir: bool = _output("replace the run that is there", False)
-    resume_from_checkpoint: str | None = _output(
-        "a checkpoint's folder to go on from; bare or True, the latest in --output-dir"
-    )
+    overwrite: bool = _output("replace the run that is there", False)
+    resume: str | None = _output("a checkpoint's folder to go on from; bare or True, the latest in --out")
     show_progress: bool = _output("show a progress bar", True)
     quiet: bool = _output("print nothing but errors", False)
+    config: Path | None = _output(f"{CONFIG_HELP}; OUT/options.json repeats a run")  # noqa: RUF009
 
     @property
     def asks_evaluation(self) -> bool:
         """Whether it was said that there should be evaluations on validation data."""
-        often = self.evaluation_strategy in ("steps", "epoch") or self.eval_steps is not None
-        return self.do_eval or often or self.early_stopping_patience > 0
+        often = self.eval_strategy in ("steps", "epoch") or self.eval_steps is not None
+        return self.do_eval or often or self.patience > 0
+
+    @property
+    def asked_precision(self) -> str:
+        """Of the matrix products, whichever way it was said."""
+        flags = {name for name in ("fp16", "bf16") if getattr(self, name)}
+        asked = flags | ({self.precision} if self.precision is not None else set())
+        if len(asked) > 1:
+            raise InputError(f"precision: expected one of no, bf16 and fp16, found {' and '.join(sorted(asked))}")
+        return asked.pop() if asked else "no"
 
     @property
     def does_all(self) -> bool:
@@ -176,6 +194,15 @@ class Options:
         return self.do_predict or self.does_all
 
 
+def repeating(options: Options, settings: Settings) -> dict[str, Any]:
+    """The options that make the same run again in another folder, as plain values, with what a recipe chose said."""
+    said = {f.name: getattr(options, f.name) for f in fields(Options) if getattr(options, f.name) != f.default}
+    chosen = {name: getattr(settings, name) for name in ("epochs", "batch_size", "eval_batch_size", "metric", "delta")}
+    values = {**said, **chosen, "lr": settings.learning_rate}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if name not in OF_ONE_RUN}
+
+
 def takes_options(command: Callable[[Options], None]) -> Callable[..., None]:
     """The command as a function of single options, as Typer wants it."""
     types = get_type_hints(Options)
@@ -193,36 +220,16 @@ def takes_options(command: Callable[[Options], None]) -> Callable[..., None]:
     return call
 
 
-class ScriptCommand(TyperCommand):
-    """Takes underscores for dashes, and flags bare or followed by True or False."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With what scripts write put into what Typer reads."""
-        flags = {name for p in self.params if getattr(p, "is_flag", False) for name in p.opts}
-        return super().parse_args(ctx, list(plain_arguments(args, flags)))
-
-
-def plain_arguments(args: Sequence[str], flags: set[str]) -> Iterator[str]:
-    """Arguments with dashes for underscores in names, flags without values, and other options with them.
-
-    Example:
-        >>> args = ["--fp16", "False", "--do_eval", "--save_steps=9", "--resume_from_checkpoint", "--do_train", "True"]
-        >>> list(plain_arguments(args, {"--fp16", "--do-eval", "--do-train"}))
-        ['--no-fp16', '--do-eval', '--save-steps=9', '--resume-from-checkpoint', 'True', '--do-train']
-    """
-    rest = list(args)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        if name in flags and not equals and rest and rest[0].lower() in TRUTH:
-            equals, value = "=", rest.pop(0)
-        if name in flags and value.lower() in TRUTH:
-            yield name if TRUTH[value.lower()] else f"--no-{name[2:]}"
-            continue
-        yield name + equals + value
-        if name == "--resume-from-checkpoint" and not equals and (not rest or rest[0].startswith("-")):
-            yield "True"
+def _read_weights(asked: str | None) -> str | dict[str, float] | None:
+    """What --class_weights says: a word, or what its file holds."""
+    if asked is None or asked == BALANCED:
+        return asked
+    if not asked.endswith(".json"):
+        raise InputError(f"class_weights: expected {BALANCED} or a file .json, found {asked!r}")
+    weights = parse_json(read_text(Path(asked)), asked)
+    if not isinstance(weights, dict):
+        raise InputError(f"{asked}: expected weights by label, found {shown(weights)}")
+    return weights
 
 
 def steps_between(what: str, strategy: str | None, steps: int | None, usual: str, often: int, epoch: int) -> int:
@@ -252,34 +259,34 @@ def make_settings(
     def either(asked: Any, name: str) -> Any:
         return defaults[name] if asked is None else asked
 
-    eval_steps = steps_between("eval", options.evaluation_strategy, options.eval_steps, "epoch", 500, 0)
+    eval_steps = steps_between("eval", options.eval_strategy, options.eval_steps, "epoch", 500, 0)
     if validation and eval_steps != NEVER and not options.load_best_model_at_end:
         raise InputError(
-            "load_best_model_at_end: expected True, found False: for the last weights give --evaluation_strategy no"
+            "load_best_model_at_end: expected True, found False: for the last weights give --eval_strategy no"
         )
-    if options.fp16 and options.bf16:
-        raise InputError("precision: expected fp16 or bf16, found both")
+    precision = options.asked_precision
     for name in ("skip_margin", "skip_after", "tolerance"):
         if getattr(options, name) is not None and not options.skip_solved:
             raise InputError(f"{name}: expected only with --skip_solved")
-    epochs = float(either(options.num_train_epochs, "epochs"))
+    epochs = float(either(options.epochs, "epochs"))
     if not epochs.is_integer():
-        raise InputError(f"num_train_epochs: expected a whole number, found {epochs:g}")
-    batch_size = either(options.per_device_train_batch_size, "batch_size")
-    _checks.whole_number("per_device_train_batch_size", batch_size, 1, NEVER)
+        raise InputError(f"epochs: expected a whole number, found {epochs:g}")
+    batch_size = either(options.batch_size, "batch_size")
+    _checks.whole_number("batch_size", batch_size, 1, NEVER)
     epoch = -(-rows // (batch_size * processes))
-    delta = either(options.min_as_delta, "delta")
-    for name, value in {"min_as_delta": delta, "initial_as_delta": options.initial_as_delta}.items():
+    delta = either(options.delta, "delta")
+    for name, value in {"delta": delta, "initial_as_delta": options.initial_as_delta}.items():
         _checks.number(name, value, 0, 1)
-    metric = either(options.metric_for_best_model, "metric").removeprefix("eval_")
+    metric = either(options.metric, "metric").removeprefix("eval_")
     save_steps = steps_between("save", options.save_strategy, options.save_steps, "no", 500, epoch)
     same = ("loss", "weight_decay", "warmup_ratio", "max_grad_norm", "save_total_limit", "greater_is_better")
     return Settings(
         **{name: getattr(options, name) for name in (*same, "graphs", "seed", "head_step", "head_dtype", "head_rate")},
+        class_weights=_read_weights(options.class_weights),
         epochs=int(epochs),
         batch_size=batch_size,
-        eval_batch_size=either(options.per_device_eval_batch_size, "eval_batch_size"),
-        learning_rate=either(options.learning_rate, "learning_rate"),
+        eval_batch_size=either(options.eval_batch_size, "eval_batch_size"),
+        learning_rate=either(options.lr, "learning_rate"),
         delta=delta,
         initial_delta=options.initial_as_delta,
         delta_ratio=options.ratio if options.as_warm_up else 0.0,
@@ -291,8 +298,8 @@ def make_settings(
         tolerance=Settings.tolerance if options.tolerance is None else options.tolerance,
         eval_steps=eval_steps if validation else 0,
         logging_steps=steps_between("logging", options.logging_strategy, options.logging_steps, "steps", 50, epoch),
-        save_steps=0 if save_steps == NEVER else save_steps,
+        save_steps=save_steps if save_steps != NEVER else 0 if options.save_strategy is None else None,
         metric=metric,
-        patience=options.early_stopping_patience,
-        precision="bf16" if options.bf16 else "fp16" if options.fp16 and gpu else "no",
+        patience=options.patience,
+        precision="no" if precision == "fp16" and not gpu else precision,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,25 @@ def bar(console: Console, what: str = "") -> Iterator[ProgressCallback]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=1.0)
         yield lambda what, share: progress.update(task, description=what, advance=share)
+
+
+@contextmanager
+def told(console: Console, *, after: float = 2.0) -> Iterator[ProgressCallback]:
+    """A progress callback that moves a bar on a terminal; elsewhere a line says what takes longer than some seconds."""
+    began: dict[str, float] = {}
+    said = set[str]()
+
+    def say(what: str, share: float) -> None:
+        began.setdefault(what, time.monotonic())
+        if what not in said and time.monotonic() - began[what] >= after:
+            said.add(what)
+            console.print(f"{what} ...")
+
+    if console.is_terminal:
+        with bar(console) as move:
+            yield move
+    else:
+        yield say
 
 
 @contextmanager
