@@ -11,6 +11,7 @@ import typer
 
 from experiments.command_parts import results_option, say
 from softsieve.cli.progress import watched
+from softsieve.cli.script import LENGTH_HELP
 from softsieve.comparisons.output import beside, write_results, write_table
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _asked(
     data: Annotated[list[str], typer.Option(help="a preset such as clinc150, or a file or folder of data; several")],
     seeds: Annotated[int, typer.Option(min=1, help="runs of each kind")] = 5,
     model: Annotated[str | None, typer.Option(help="name or folder of a Hugging Face encoder; else built-in")] = None,
-    max_length: Annotated[int, typer.Option(min=1, help="tokens of a text that the model reads")] = 128,
+    max_length: Annotated[int | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
     data_dir: Annotated[Path, typer.Option(help="where the presets' data are")] = Path("data"),
     epochs: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,

@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     tasks: list[str]  # presets, or files or folders of data
     seeds: int
     model: str | None  # name or folder of a pretrained encoder; None: the built-in one
-    max_length: int
+    max_length: int | None  # of texts; None: as `softsieve train` has it
     data_dir: Path
     side_by_side: int
     overrides: dict[str, Any]  # settings instead of the recipe's

@@ -50,7 +50,7 @@ def test_draws_fill_their_ranges() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_draws_the_parameter_of_its_loss(row: str) -> None:
     loss = ROWS[row]["loss"]
-    settings = [Settings(**{**ROWS[row], **draw(row, trial, **RECIPE)}) for trial in range(2, 52)]
+    settings = [Settings(**{**ROWS[row], **draw(row, trial, **RECIPE)}).filled() for trial in range(2, 52)]
     if loss not in PARAMETERS:
         assert {one.loss_options for one in settings} == {None}
         assert {one.delta for one in settings} == {0.1}
@@ -324,7 +324,7 @@ def test_trials_run_side_by_side(weather: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_settings_that_differ_stand_in_the_table() -> None:
     def run(row: str, rate: float, **more: Any) -> dict[str, Any]:
-        settings = Settings(**ROWS[row], learning_rate=rate, **more).asdict()
+        settings = Settings(**ROWS[row], learning_rate=rate, **more).filled().asdict()
         made = {"gpu": None, "machine": {"processor": "a"}, "commit": "c", "versions": {"torch": "2"}}
         costs = {"seconds": 1.0, "side_by_side": 1, "steps": 1, "trained_rows": 1, "screened_rows": 0}
         about = {"task": "t", "row": row, "seed": 0, "model": "m", "classes": 2, "rows": {"train": 1}}

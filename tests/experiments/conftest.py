@@ -31,7 +31,9 @@ def make_run() -> MakeRun:
     """Makes the record of a run with these validation scores, epoch by epoch, without making the run."""
 
     def make(row: str, seed: int, scores: list[float], **more: Any) -> dict[str, Any]:
-        settings = Settings(loss="softmax" if row == "softmax" else "as-softmax", epochs=len(scores), batch_size=10)
+        settings = Settings(
+            loss="softmax" if row == "softmax" else "as-softmax", epochs=len(scores), batch_size=10
+        ).filled()
         losses = more.pop("losses", [1 - score for score in scores])
         lines = [
             {"step": 10 * epoch, "progress": epoch / len(scores), "accuracy": score, "loss": loss}

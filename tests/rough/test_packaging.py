@@ -134,7 +134,7 @@ def test_the_wheel_has_all_of_the_source_and_nothing_else(built: tuple[Path, Pat
     assert own.keys() == expected.keys()
     assert own == expected
     assert {"as_sm.py", "softsieve/py.typed", "softsieve/data/digits.csv.gz"} <= own.keys()
-    assert {Path(name).suffix for name in own} <= {".py", ".typed", ".gz", ".txt", ".css", ".js", ".j2"}
+    assert {Path(name).suffix for name in own} <= {".py", ".typed", ".gz", ".txt", ".css", ".js", ".j2", ".html"}
     notes = {name.partition(".dist-info/")[2] for name in found if ".dist-info/" in name}
     assert notes == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
@@ -255,7 +255,7 @@ def test_without_extras_everything_of_the_core_works_and_the_rest_says_what_it_n
     found = json.loads(_fine(core.softsieve("doctor", "--json")))
     assert found["sound"] is True
     assert {one["name"]: one["state"] for one in found["extras"]} == dict.fromkeys(
-        ("train", "lightning", "rivals", "report"), "not here"
+        ("train", "lightning", "rivals", "report", "export", "serve"), "not here"
     )
 
 

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from softsieve.training import SolvedSampler
+from softsieve.training.classifier import Classifier
 from softsieve.training.loop import Trainer
 from softsieve.training.sampler import UNSEEN
 from tests.training.helpers import Net, equal_weights, flags, in_process, points, tokens, trainer
@@ -272,3 +273,19 @@ def test_resume(kind: str, request: pytest.FixtureRequest) -> None:
         assert whole["result"] == rest["result"]
         assert equal_weights(whole["weights"], rest["weights"])
         assert torch.equal(whole["decided"], rest["decided"])
+
+
+def test_a_group_of_one_process_trains_texts_as_no_group_does(tmp_path: Path) -> None:
+    """Accelerate wraps the model for it, and what it wraps with takes no sparse gradient."""
+    texts, labels = ["a fine film", "a dull film"] * 20, ["good", "poor"] * 20
+    alone = Classifier(epochs=2, validation_share=0).fit(texts, labels)
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        grouped = Classifier(epochs=2, validation_share=0).fit(texts, labels)
+    finally:
+        dist.destroy_process_group()
+    ours, theirs = grouped.model_.state_dict(), alone.model_.state_dict()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)

@@ -131,6 +131,7 @@ def test_round_trip_through_json() -> None:
         "head_step",
         "head_dtype",
         "head_rate",
+        "class_weights",
     }  # said where they are given, so that others read as they did
     assert not newer & settings.asdict().keys()
     assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}

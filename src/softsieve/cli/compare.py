@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 from softsieve._files import only_one
 from softsieve.cli.devices import DEVICE_HELP, choose_device
 from softsieve.cli.errors import one_line
-from softsieve.cli.script import CONFIG_HELP
+from softsieve.cli.script import CONFIG_HELP, LENGTH_HELP
 from softsieve.comparisons.output import beside
 from softsieve.errors import InputError
 
@@ -32,7 +32,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="runs of each row")] = 5,
     first_seed: Annotated[int, typer.Option(min=0, help="seed of the first of them")] = 0,
     model: Annotated[str | None, typer.Option(help="name or folder of a Hugging Face encoder; else built-in")] = None,
-    max_length: Annotated[int, typer.Option(min=1, help="tokens of a text that the model reads")] = 128,
+    max_length: Annotated[int | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
     data_dir: Annotated[Path, typer.Option(help="where the presets' data are")] = Path("data"),
     out: Annotated[Path, typer.Option(help="results: OUT.json, OUT.md and a folder OUT.runs")] = Path("compare"),
     epochs: Annotated[int | None, typer.Option(min=1, help="instead of the recipe's")] = None,

@@ -16,7 +16,7 @@ import typer
 
 from softsieve import _checks
 from softsieve.cli.devices import DEVICE_HELP
-from softsieve.cli.script import CONFIG_HELP
+from softsieve.cli.script import CONFIG_HELP, LENGTH_HELP
 from softsieve.errors import InputError, shown
 from softsieve.tasks.files import parse_json, read_text
 from softsieve.training.settings import Settings
@@ -68,7 +68,7 @@ class Options:
     on_error: str = _data("stop at a bad row, image or sound, or skip it and say how many there were; stop", "stop")
     delimiter: str | None = _data("between the cells of .csv and .tsv files, tab for one; found if not given")
     encoding: str | None = _data("of text files, such as utf-8, utf-16 or cp1252; found if not given")
-    max_length: int | None = _data("words or tokens of a text that the model reads; 512, with an encoder 128")
+    max_length: int | None = _data(LENGTH_HELP)
     workers: int = _data("threads that decode images and sounds; 0", 0, min=0)
     dataloader_pin_memory: bool = _data("accepted for scripts: all rows are on the device", True, hidden=True)
 

@@ -23,6 +23,7 @@ from softsieve.tasks.files import parse_json, read_text
 Command = TypeVar("Command", bound=Callable[..., Any])
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 CONFIG = "--config"
+LENGTH_HELP = "words or tokens of a text that the model reads; 512, with an encoder 128"
 CONFIG_HELP = "a file .toml or .json of options by their names; what is said on the command line wins"
 NAMES = {  # another name -> the one name, the first that the command has
     "--learning-rate": ("--lr",),

@@ -48,7 +48,7 @@ class Job:
     row: str
     settings: Settings
     model: str | None  # name or folder of a pretrained encoder; None: the built-in one
-    max_length: int
+    max_length: int | None  # None: as `Task.build` has it
     data_dir: str
     trial: bool = False  # of a search: judged on validation rows alone
 
@@ -68,7 +68,7 @@ def plan(
     seeds: Sequence[int],
     *,
     model: str | None,
-    max_length: int,
+    max_length: int | None,
     data_dir: Path,
     overrides: dict[str, Any],
 ) -> list[Job]:
@@ -127,7 +127,7 @@ def read_task(task: str, data_dir: str) -> Data:
 
 
 @lru_cache(maxsize=1)
-def _prepare(task: str, model: str | None, max_length: int, data_dir: str) -> tuple[Task, Splits]:
+def _prepare(task: str, model: str | None, max_length: int | None, data_dir: str) -> tuple[Task, Splits]:
     data = read_task(task, data_dir)
     built = Task.build(data, model=model, max_length=max_length)
     return built, encode(built, data.train, data.validation, data.test)
@@ -155,7 +155,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "solved": [line["solved"] for line in result.log if "solved" in line],
         **_curves(result.log),
         "settings": job.settings.asdict(),
-        "max_length": job.max_length,
+        "max_length": task.max_length,
         "rows": {name: len(part) for name, part in splits._asdict().items() if part is not None},
         "classes": len(task.labels),
         "provenance": provenance(),
@@ -327,7 +327,7 @@ def tuned(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of all settings, those that a search chooses: learning rate, epochs, and the loss's own parameter.
 
     Example:
-        >>> tuned(Settings(loss="am-softmax", loss_options={"margin": 0.2}).asdict())
+        >>> tuned(Settings(loss="am-softmax", loss_options={"margin": 0.2}).filled().asdict())
         {'epochs': 3, 'learning_rate': 5e-05, 'margin': 0.2}
     """
     names = ("epochs", "learning_rate", *(("delta",) if settings.get("loss") == "as-softmax" else ()))

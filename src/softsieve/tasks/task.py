@@ -118,6 +118,11 @@ class Task:
         return cls(data.kind, labels, encoder, filler=filler, workers=workers, counts=counts)
 
     @property
+    def max_length(self) -> int | None:
+        """Words or tokens of a text that the model reads; None of images and sounds."""
+        return getattr(self.encoder, "max_length", None)
+
+    @property
     def multilabel(self) -> bool:
         """Whether a row has any number of labels."""
         return self.kind == "multilabel"

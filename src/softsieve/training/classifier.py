@@ -47,7 +47,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         patience: evaluations without a better one before training stops; 0: never.
         validation_share: share of the rows that are held out, to keep the weights of the best epoch, where `fit` is
             given no validation data; 0: none, and the last weights.
-        max_length: words of a text that the model reads; tokens, where it is an encoder.
+        max_length: words of a text that the model reads, or tokens with an encoder; None: 512, with an encoder 128.
         text_column, label_column: columns of a table, where their names do not tell.
         precision: of the matrix products in training: ``"no"``, ``"bf16"`` or ``"fp16"``.
         seed: of weights, order and dropout.
@@ -74,8 +74,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self, model: str | None = None, *, kind: str | None = None, loss: str = "as-softmax",
         delta: float | None = None, epochs: int | None = None, learning_rate: float | None = None,
         batch_size: int | None = None, skip: str = "no", patience: int = 0, validation_share: float = 0.1,
-        max_length: int = 128, text_column: str | None = None, label_column: str | None = None, precision: str = "no",
-        seed: int = 42, device: str | None = None, verbose: bool = False,
+        max_length: int | None = None, text_column: str | None = None, label_column: str | None = None,
+        precision: str = "no", seed: int = 42, device: str | None = None, verbose: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.kind, self.loss, self.delta = model, kind, loss, delta
         self.epochs, self.learning_rate, self.batch_size = epochs, learning_rate, batch_size
@@ -202,7 +202,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.kind is not None:
             _checks.choice("kind", self.kind, KINDS)
         _checks.number("validation_share", self.validation_share, 0, 0.999)
-        _checks.whole_number("max_length", self.max_length, 4, 2**20)
+        if self.max_length is not None:
+            _checks.whole_number("max_length", self.max_length, 4, 2**20)
         _device(self.device)
         names = ("loss", "delta", "epochs", "learning_rate", "batch_size", "skip", "patience", "precision", "seed")
         return Settings(**{name: getattr(self, name) for name in names})

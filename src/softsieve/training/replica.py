@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
@@ -91,9 +91,10 @@ class Replica:
         """Weight decay for matrices only; the learning rate as a tensor where a graph must see it change."""
         apart = set() if settings.head_step is None or self.head is None else set(self.head.parameters())
         trainable = [p for p in model.parameters() if p.requires_grad and p not in apart]
+        alone = self.accelerator.distributed_type == DistributedType.NO  # one process of torchrun is not
         texts = [module for module in model.modules() if isinstance(module, TextBody) and not self.sharded]
         for body in texts:
-            body.by_rows = self.device.type == "cpu" and self.ranks == 1
+            body.by_rows = self.device.type == "cpu" and alone  # its gradient is sparse, which DDP does not take
         tables = [body.table.weight for body in texts]
         known = {id(table) for table in tables}
         groups = [
