@@ -75,7 +75,7 @@ def measure(data: Data, method: str, seed: int) -> Result:
 def _ours(data: Data, seed: int) -> tuple[float, float]:
     task = Task.build(data)
     run = train(
-        task, encode(task, data.train, data.validation, data.test), Settings(**usual(data, pretrained=False), seed=seed)
+        task, encode(task, data.train, data.validation, data.test), Settings(**usual(data, hidden_size=None), seed=seed)
     )
     metric = "micro_f1" if task.multilabel else "accuracy"
     return run.result.best[metric], run.test[metric]

@@ -204,7 +204,7 @@ def own_data(folder: Path, rows: int = 6) -> str:
 def test_data_of_ones_own_have_the_settings_of_train(tmp_path: Path) -> None:
     folder = own_data(tmp_path / "reviews", rows=40)
     (job,) = compare.plan([folder], ["softmax"], [3], model=None, max_length=8, data_dir=tmp_path, overrides={})
-    assert job.settings == Settings(**usual(read_data(folder), pretrained=False), loss="softmax", seed=3)
+    assert job.settings == Settings(**usual(read_data(folder), hidden_size=None), loss="softmax", seed=3)
     assert job.settings.learning_rate == 3e-3  # that of a built-in model
     assert compare.run_job(job)["test"]["accuracy"] == 1
 

@@ -133,7 +133,7 @@ def test_settings_that_say_nothing_are_the_recipe_of_the_built_in_model_and_path
     run = train(task, splits, Settings(), output=str(tmp_path / "run"))
     assert run.result.best["accuracy"] > 0.95  # with the settings of an encoder, chance
     told = record(tmp_path / "run")["settings"]
-    assert {name: told[name] for name in PLAIN} == usual(data, pretrained=False)
+    assert {name: told[name] for name in PLAIN} == usual(data, hidden_size=None)
     _, model = load_model(str(tmp_path / "run"))
     assert equal_weights(model.state_dict(), run.model.state_dict())
     with pytest.raises(TypeError, match="output: expected a path, found int"):

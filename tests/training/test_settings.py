@@ -132,6 +132,7 @@ def test_round_trip_through_json() -> None:
         "head_dtype",
         "head_rate",
         "class_weights",
+        "freeze_encoder",
     }  # said where they are given, so that others read as they did
     assert not newer & settings.asdict().keys()
     assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}
@@ -145,9 +146,9 @@ def test_what_depends_on_data_is_filled_in_and_what_is_given_stays() -> None:
     settings = Settings(epochs=4, metric="loss")
     given = settings.asdict()
     assert [given[name] for name in ("learning_rate", "delta", "greater_is_better")] == [None, None, False]
-    full = settings.filled(suited("multilabel", ["a", "b"], 5000, pretrained=False))
+    full = settings.filled(suited("multilabel", ["a", "b"], 5000, hidden_size=None))
     assert (full.epochs, full.metric, full.learning_rate, full.batch_size, full.delta) == (4, "loss", 1e-2, 64, 0.7)
     assert full.filled(PLAIN) == full
     assert None not in settings.filled().asdict().values()
-    encoder = settings.filled(suited("text", ["a", "b"], 5000, pretrained=True))
+    encoder = settings.filled(suited("text", ["a", "b"], 5000, hidden_size=768))
     assert (encoder.learning_rate, encoder.delta) == (5e-5, 0.1)

@@ -25,6 +25,7 @@ from softsieve.cli.progress import plain_console, quiet_hugging_face, table, tol
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
 from softsieve.tasks.examples import Data, Examples, label_names
+from softsieve.tasks.hf import read_hidden_size
 from softsieve.tasks.judged import JUDGED, judged
 from softsieve.tasks.metrics import confusion_matrix_png
 from softsieve.tasks.presets import PRESETS, load_preset
@@ -73,7 +74,7 @@ def _train(options: Options, console: Console) -> None:
         data, model = _read(options, progress), options.model
     settings = make_settings(
         options,
-        usual(data, pretrained=model is not None),
+        usual(data, hidden_size=None if model is None else read_hidden_size(model), frozen=options.freeze_encoder),
         rows=len(data.train.inputs),
         validation=data.validation is not None,
         processes=int(os.environ.get("WORLD_SIZE", "1")),

@@ -92,7 +92,7 @@ def plan(
     recipes = {
         task: recipe(task, hidden_size=size)
         if task in PRESETS
-        else usual(read_task(task, str(data_dir)), pretrained=model is not None)
+        else usual(read_task(task, str(data_dir)), hidden_size=size)
         for task in tasks
     }
     return [

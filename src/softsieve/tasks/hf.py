@@ -21,6 +21,7 @@ from softsieve.tasks.examples import Examples
 from softsieve.tasks.models import Body
 
 BLOCK = 4096  # texts that are lists of tokens at a time
+STATES = "states"  # an input in the place of tokens: what an encoder that stays as it is makes of them
 FOLDER = "pretrained"  # inside a task's folder: tokenizer and configuration, where transformers has no such classifier
 HEAD, BODY = "head.", "body.model."  # how the names of a classifier's weights begin
 _OWN_HEAD = MappingProxyType({**LENGTH, "own_head": (0, 1)})
@@ -36,7 +37,10 @@ _LARGEST = {  # what a configuration may ask for, so that a damaged file is an e
 
 
 class PretrainedBody(Body):
-    """Hidden states of a pretrained encoder; unless there is a label for every word, their mean over the text."""
+    """Hidden states of a pretrained encoder; unless there is a label for every word, their mean over the text.
+
+    Called with these means as ``states``, it takes them as they are: see `softsieve.training.frozen`.
+    """
 
     def __init__(self, encoder: nn.Module, *, features: int, per_word: bool) -> None:
         super().__init__()
@@ -48,6 +52,8 @@ class PretrainedBody(Body):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, **inputs: Tensor) -> Tensor:
+        if STATES in inputs:
+            return self.dropout(inputs[STATES])  # type: ignore[no-any-return]
         attended = inputs.pop("attention_mask")
         mask = _recordable(attended, self.encoder)
         hidden: Tensor = self.encoder(attention_mask=mask, **inputs).last_hidden_state  # (rows, positions, features)
@@ -63,9 +69,10 @@ class ClassifierBody(Body):
     With a linear head in the place of that layer it is that classifier, and is saved as one.
     """
 
-    def __init__(self, model: nn.Module, output: str) -> None:
+    def __init__(self, model: nn.Module, output: str, *, per_word: bool) -> None:
         super().__init__()
         _keep_buckets(model)
+        self.per_word = per_word
         self.features: int = model.get_submodule(output).in_features  # type: ignore[assignment]
         model.set_submodule(output, nn.Identity())
         self.model = model
@@ -271,7 +278,7 @@ class PretrainedEncoder(Encoder):
                 load = models.from_pretrained
                 model = loaded(lambda: load(self.source, config=self.config, dtype=torch.float32), complaint)
         if self.output is not None:
-            return ClassifierBody(model, self.output)
+            return ClassifierBody(model, self.output, per_word=self.per_word)
         return PretrainedBody(model, features=self.config.hidden_size, per_word=self.per_word)
 
 

@@ -20,6 +20,7 @@ from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective
 from softsieve.tasks.examples import KINDS, Data, Examples, Wanted, as_list
 from softsieve.tasks.files import parse_json, read_text
+from softsieve.tasks.hf import read_hidden_size
 from softsieve.tasks.objects import object_examples, object_inputs, parts_of
 from softsieve.tasks.read import with_validation
 from softsieve.tasks.rows import Rows
@@ -43,6 +44,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         loss: name of the objective, as of ``softsieve train --loss``.
         delta: margin of AS-Softmax; None: 0.1, with any number of labels 0.7.
         epochs, learning_rate, batch_size: None: what suits data and model.
+        freeze_encoder: leave an encoder as it is and train the head alone, on what it says of every text.
         skip: ``"solved"`` leaves out rows that lead safely; see `softsieve.training.settings.Settings`.
         patience: evaluations without a better one before training stops; 0: never.
         validation_share: share of the rows that are held out, to keep the weights of the best epoch, where `fit` is
@@ -73,13 +75,15 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(
         self, model: str | None = None, *, kind: str | None = None, loss: str = "as-softmax",
         delta: float | None = None, epochs: int | None = None, learning_rate: float | None = None,
-        batch_size: int | None = None, skip: str = "no", patience: int = 0, validation_share: float = 0.1,
+        batch_size: int | None = None, freeze_encoder: bool = False, skip: str = "no", patience: int = 0,
+        validation_share: float = 0.1,
         max_length: int | None = None, text_column: str | None = None, label_column: str | None = None,
         precision: str = "no", seed: int = 42, device: str | None = None, verbose: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.kind, self.loss, self.delta = model, kind, loss, delta
         self.epochs, self.learning_rate, self.batch_size = epochs, learning_rate, batch_size
-        self.skip, self.patience, self.validation_share = skip, patience, validation_share
+        self.freeze_encoder, self.skip, self.patience = freeze_encoder, skip, patience
+        self.validation_share = validation_share
         self.max_length, self.text_column, self.label_column = max_length, text_column, label_column
         self.precision, self.seed, self.device, self.verbose = precision, seed, device, verbose
 
@@ -113,7 +117,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         _checks.choice("loss", self.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
         if data.validation is None and self.patience:
             raise ValueError(f"patience: expected 0 without validation rows, found {self.patience}")
-        settings = settings.filled(usual(data, pretrained=self.model is not None))
+        size = None if self.model is None else read_hidden_size(self.model)
+        settings = settings.filled(usual(data, hidden_size=size, frozen=self.freeze_encoder))
         with _on(self.device, self.precision), torch.random.fork_rng():
             task = Task.build(data, model=self.model, max_length=self.max_length)
             task.whole_labels = given.whole
@@ -159,7 +164,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         examples = self._read_labelled(X if y is None else (X, y), self.task_.kind, None)
         rows = self._encode(examples)
         found = self.task_.metrics(*self.task_.by_word(decide(self.task_, self.model_, rows), rows))
-        metric = suited(self.task_.kind, self.task_.labels, len(rows), pretrained=False)["metric"]
+        metric = suited(self.task_.kind, self.task_.labels, len(rows), hidden_size=None)["metric"]
         return found[metric]
 
     def save(self, folder: str | Path) -> None:
@@ -205,7 +210,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.max_length is not None:
             _checks.whole_number("max_length", self.max_length, 4, 2**20)
         _device(self.device)
-        names = ("loss", "delta", "epochs", "learning_rate", "batch_size", "skip", "patience", "precision", "seed")
+        of_data = ("delta", "epochs", "learning_rate", "batch_size")
+        names = ("loss", *of_data, "freeze_encoder", "skip", "patience", "precision", "seed")
         return Settings(**{name: getattr(self, name) for name in names})
 
     def _wanted(self, kind: str | None) -> Wanted:

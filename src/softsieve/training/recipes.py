@@ -46,35 +46,50 @@ def recipe(task: str, *, hidden_size: int | None) -> dict[str, Any]:
     return settings
 
 
-def usual(data: Data, *, pretrained: bool) -> dict[str, Any]:
-    """Settings for data of one's own, with an encoder or the built-in model; of data that we know, with its recipe.
+def usual(data: Data, *, hidden_size: int | None, frozen: bool = False) -> dict[str, Any]:
+    """Settings for data of one's own, with an encoder of so many features, None: the built-in model.
+
+    Of data that we know, its recipe; that of an encoder which is trained, not of one that is ``frozen``.
 
     Example:
         >>> from softsieve.tasks.examples import Examples
         >>> texts = Examples(["good", "bad"] * 2000, ["yes", "no"] * 2000, [""] * 4000)
-        >>> found = usual(Data("reviews", "text", texts, None, None), pretrained=False)
+        >>> found = usual(Data("reviews", "text", texts, None, None), hidden_size=None)
         >>> found["epochs"], found["learning_rate"], found["metric"]
         (8, 0.003, 'accuracy')
     """
-    settings = suited(data.kind, label_names(data), len(data.train.inputs), pretrained=pretrained)
-    return settings if pretrained else {**settings, **BUILT_IN.get(data.name, {})}
+    rows = len(data.train.inputs)
+    settings = suited(data.kind, label_names(data), rows, hidden_size=hidden_size, frozen=frozen)
+    return settings if frozen else {**settings, **recipe(data.name, hidden_size=hidden_size)}
 
 
-def suited(kind: str, labels: list[str], rows: int, *, pretrained: bool) -> dict[str, Any]:
-    """Settings for so many rows of a kind of data with these labels, with an encoder or the built-in model.
+def suited(
+    kind: str, labels: list[str], rows: int, *, hidden_size: int | None, frozen: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """Settings for so many rows of a kind of data with these labels, and such a model.
 
     Example:
-        >>> suited("multilabel", ["a", "b"], 90_000, pretrained=False)["delta"]
+        >>> suited("multilabel", ["a", "b"], 90_000, hidden_size=None)["delta"]
         0.7
+        >>> [suited("text", ["a", "b"], rows, hidden_size=384)["epochs"] for rows in (500, 3000, 100_000)]
+        [30, 16, 3]
     """
     metric = "micro_f1" if kind == "multilabel" else "accuracy"
     if kind == "tokens" and are_bio(labels):
         metric = "entity_f1"
     settings = {"metric": metric, "delta": 0.7 if kind == "multilabel" else 0.1}
-    if pretrained:
-        return {**settings, "learning_rate": 5e-5, "epochs": 3, "batch_size": 32, "eval_batch_size": 128}
-    # At least some 300 steps, which take seconds, for the few rows of a first try; few epochs for very many rows.
+    if hidden_size is not None and not frozen:
+        steps = {"learning_rate": 1e-4 if hidden_size < LARGE else 5e-5, "epochs": _epochs(rows, 32, 3, 1500, 30)}
+        return {**settings, **steps, "batch_size": 32, "eval_batch_size": 128}
     batch_size = 16 if rows < 1000 else 64
-    epochs = max(8 if rows < 50_000 else 3, min(60, -(-300 * batch_size // rows)))
-    rate = 1e-2 if kind == "multilabel" else 3e-3
-    return {**settings, "learning_rate": rate, "epochs": epochs, "batch_size": batch_size, "eval_batch_size": 512}
+    if hidden_size is not None:  # a linear layer on states that are there: steps cost nothing
+        steps = {"learning_rate": 1e-2, "epochs": _epochs(rows, batch_size, 10, 2000, 100)}
+    else:  # seconds, for the few rows of a first try
+        rate = 1e-2 if kind == "multilabel" else 3e-3
+        steps = {"learning_rate": rate, "epochs": _epochs(rows, batch_size, 8 if rows < 50_000 else 3, 300, 60)}
+    return {**settings, **steps, "batch_size": batch_size, "eval_batch_size": 512}
+
+
+def _epochs(rows: int, batch_size: int, least: int, steps: int, most: int) -> int:
+    """At least ``least``, and as many as come to so many steps, up to ``most``."""
+    return max(least, min(most, -(-steps * batch_size // rows)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -30,6 +31,7 @@ from softsieve.tasks.rows import IGNORED, Rows
 from softsieve.tasks.task import Task
 from softsieve.training.card import write_card
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
+from softsieve.training.frozen import freeze
 from softsieve.training.loop import Result, Trainer
 from softsieve.training.recipes import suited
 from softsieve.training.serving import INDEX, load_index, make_index, reason_against_index
@@ -85,11 +87,14 @@ def train(
     """
     output = None if output is None else _checks.path("output", output)
     resume = None if resume is None else _checks.path("resume", resume)
-    pretrained = isinstance(task.encoder, PretrainedEncoder)
-    settings = settings.filled(suited(task.kind, task.labels, len(splits.train), pretrained=pretrained))
+    size = task.encoder.config.hidden_size if isinstance(task.encoder, PretrainedEncoder) else None
+    frozen, rows = settings.freeze_encoder, len(splits.train)
+    settings = settings.filled(suited(task.kind, task.labels, rows, hidden_size=size, frozen=frozen))
     torch.manual_seed(settings.seed)
     objective = settings.objective(multilabel=task.multilabel)
     model = task.model(objective)
+    if settings.freeze_encoder:
+        splits = _freeze(model, splits, show, console)
     batches = torch.split(torch.arange(len(splits.train)), SHOWN_CLASSES)
     model.body.fit(splits.train.batch(index).inputs for index in batches)  # type: ignore[operator, union-attr]
     trainer = Trainer(
@@ -159,6 +164,19 @@ def save_model(
         write_card(part, task, objective, metrics, configuration or {})
 
     write_folder(folder, fill)
+
+
+def _freeze(model: nn.Module, splits: Splits, show: bool, console: Console | None) -> Splits:
+    """The splits as the model takes them with its encoder frozen: where a text has one state, as these states."""
+    make = freeze(model)
+    if make is None:
+        return splits
+    device = PartialState(cpu=not torch.accelerator.is_available()).device  # where the replica will be
+    model.to(device)
+    if show and console is not None and PartialState().is_main_process:
+        console.print("what the encoder says of every text is computed, once")
+    train, *others = splits
+    return Splits(make(train), *(None if rows is None else make(rows) for rows in others))
 
 
 def _write_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:

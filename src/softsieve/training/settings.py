@@ -25,6 +25,7 @@ NEWER = (
     "head_dtype",
     "head_rate",
     "class_weights",
+    "freeze_encoder",
 )  # than the first version
 BY_DATA: Any = None  # the default of what depends on data and model: `Settings.filled` has the values
 # For a model that nothing is known of: what fine-tunes an encoder.
@@ -46,6 +47,8 @@ class Settings:
         loss_options: of that objective, by name: ``{"margin": 0.2}``; None: as it comes. AS-Softmax has ``delta``.
         class_weights: of rows in the loss: ``"balanced"``, the more the rarer their class is, or by label, where only
             ratios count and a label that is not named has 1; None: all alike. For one label a row or a word.
+        freeze_encoder: leave an encoder of Hugging Face as it is and train the head alone, on what it says of every
+            text, which is computed once.
         epochs, batch_size: passes over the data and rows of a micro-batch on each process.
         learning_rate, weight_decay, warmup_ratio, max_grad_norm: AdamW with a linear warm-up over a share of training
             and a linear decay to 0, by samples seen; samples that are left out count as seen.
@@ -87,6 +90,7 @@ class Settings:
     loss: str = "as-softmax"
     loss_options: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
     class_weights: str | Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
+    freeze_encoder: bool = False
     epochs: int = BY_DATA
     batch_size: int = BY_DATA
     eval_batch_size: int = BY_DATA
@@ -143,6 +147,8 @@ class Settings:
         self._check_loss_options()
         object.__setattr__(self, "class_weights", check_class_weights(self.class_weights))
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
+        if not isinstance(self.freeze_encoder, bool):
+            raise TypeError(f"freeze_encoder: expected True or False, found {type(self.freeze_encoder).__name__}")
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)
         if self.greater_is_better is None:
@@ -228,4 +234,6 @@ class Settings:
             values["class_weights"] = dict(self.class_weights)
         if self.skip != "solved":
             values["skip_after"] = None
+        if not self.freeze_encoder:
+            values["freeze_encoder"] = None
         return {name: value for name, value in values.items() if name not in NEWER or value is not None}
