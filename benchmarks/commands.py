@@ -474,6 +474,42 @@ def text(
         console.print(f"written to {out}")
 
 
+@app.command()
+def memory(
+    megabytes: Annotated[int, typer.Option(min=1, help="of a CSV with four classes")] = 300,
+    classes: Annotated[int, typer.Option(min=2, help="of the other CSV")] = 50_000,
+    rows: Annotated[int, typer.Option(min=2, help="of the other CSV")] = 100_000,
+    epochs: Annotated[int, typer.Option(min=1, help="passes over each")] = 1,
+    folder: Annotated[Path, typer.Option(help="where the files lie while they are needed")] = Path("memory-benchmark"),
+    out: Record = None,
+) -> None:
+    """The memory that `softsieve train` takes for a large file of texts, and for very many classes."""
+    from benchmarks import memory as suite
+
+    console = Console(soft_wrap=True, highlight=False)
+    cases = {
+        "large file": {"rows": megabytes * 4050, "classes": 4, "words": 60},
+        "many classes": {"rows": rows, "classes": classes, "words": 20},
+    }
+    results = []
+    with one_line():
+        folder.mkdir(parents=True, exist_ok=True)
+        for case, sizes in cases.items():
+            with console.status(case):
+                results.append(suite.measure(case, folder, **sizes, epochs=epochs))
+    columns: Columns = {
+        "case": lambda r: r.case,
+        "file, MB": lambda r: f"{r.file_mb:,.0f}",
+        "rows": lambda r: f"{r.rows:,}",
+        "classes": lambda r: f"{r.classes:,}",
+        "peak, MB": lambda r: f"{r.peak_mb:,.0f}",
+        "times the file": lambda r: f"{r.peak_mb / r.file_mb:.1f}",
+        "seconds": lambda r: f"{r.seconds:.0f}",
+    }
+    console.print(table(results, columns, left=("case",), ends=lambda r: False))
+    _write(console, out, "memory", {"epochs": epochs}, results)
+
+
 @app.command("head-scaling")
 def head_scaling(
     n: Annotated[list[int], typer.Option(min=2, help="rows; several")] = [32768],  # noqa: B006
