@@ -93,6 +93,27 @@ def test_a_run_leaves_an_index_that_answers_as_the_head(kind: str, runs: dict[st
         assert (probs / right - 1)[agree].abs().quantile(0.9) <= 0.3
 
 
+@pytest.mark.parametrize("kind", ["text", "multilabel"])
+def test_a_server_answers_by_the_index(kind: str, runs: dict[str, tuple[Path, Splits]]) -> None:
+    pytest.importorskip("fastapi")
+    from softsieve.integrations.server import ServedModel
+
+    folder, _ = runs[kind]
+    server = ServedModel(folder)
+    assert served(server.model) is not None
+    texts = ["buys item7 item11" if kind == "multilabel" else "buys item7", "buys item3"]
+    first, second = server.answer(texts, top=3)
+    assert second["prediction"] == (["item3"] if kind == "multilabel" else "item3")
+    wanted = {"item7", "item11"} if kind == "multilabel" else {"item7"}
+    assert {one["label"] for one in first["top"][: len(wanted)]} == wanted
+    for one in (first, second):
+        named = [each["label"] for each in one["top"]]
+        assert len(set(named)) == 3
+        chances = [each["probability"] for each in one["top"]]
+        assert chances == sorted(chances, reverse=True)
+    assert first["top"][0]["label"] in first["prediction"]
+
+
 def test_ranks_of_an_index_are_those_of_the_logits() -> None:
     torch.manual_seed(0)
     layer = SieveLinear(16, 300)

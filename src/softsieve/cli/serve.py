@@ -6,9 +6,9 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
+from softsieve.cli.devices import DEVICE_HELP, choose_device
 from softsieve.cli.errors import one_line
 from softsieve.cli.progress import plain_console, quiet_hugging_face
 from softsieve.errors import InputError
@@ -19,6 +19,7 @@ def serve(
     model: Annotated[Path, typer.Argument(help="folder of a trained model, or of the run that made it")],
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 for all of the machine's")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen at; 0 for any that is free")] = 8000,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
 ) -> None:
     """Answer for a trained model over HTTP, with a page to try it in a browser. Ctrl-C ends it.
 
@@ -26,12 +27,13 @@ def serve(
     """
     with one_line():
         quiet_hugging_face()
+        place = choose_device(device)
         uvicorn = package("uvicorn", "softsieve serve")
         package("fastapi", "softsieve serve")
         from softsieve.integrations.server import ServedModel, make_app
 
         with listening(host, port) as listener:  # before the model is loaded: who has the port is known at once
-            served = ServedModel(model, device="cuda" if torch.cuda.is_available() else "cpu")
+            served = ServedModel(model, device=place)
             address, number = listener.getsockname()[:2]
             place = f"[{address}]" if ":" in address else address
             plain_console().print(f"{model}: http://{place}:{number} (POST /predict; GET /health; / in a browser)")

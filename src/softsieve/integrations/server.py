@@ -20,7 +20,7 @@ from softsieve import __version__
 from softsieve.errors import InputError, shown
 from softsieve.tasks.examples import MEDIA, Examples
 from softsieve.training.run import load_model
-from softsieve.training.serving import decide, probabilities
+from softsieve.training.serving import answer, decide, probabilities
 
 LARGEST_BODY = 16 * 2**20  # bytes of a request
 MOST_INPUTS = 256  # in one request
@@ -41,7 +41,7 @@ class ServedModel:
 
     def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu") -> None:
         self.device = device
-        self.task, self.model = load_model(Path(folder), index=False, device=device)
+        self.task, self.model = load_model(Path(folder), device=device)
         self._lock = threading.Lock()  # a head that is asked from two threads is nobody's promise
 
     def answer(self, inputs: list[Any], top: int = TOP) -> list[dict[str, Any]]:
@@ -53,18 +53,24 @@ class ServedModel:
             InputError: for an input that cannot be read, naming its number, from 1.
         """
         examples = Examples(inputs, [], [f"input {number}" for number in range(1, len(inputs) + 1)])
+        top = min(top, len(self.task.labels))
         with self._lock, torch.no_grad():
             rows = self.task.rows(examples).to(self.device)
-            predictions = self.task.predictions(decide(self.task, self.model, rows), rows)
-            probable = probabilities(self.task, self.model, rows)
-        words = self.task.kind == "tokens"
-        best = [[self._best(word, top) for word in row] if words else self._best(row, top) for row in probable]
+            if self.task.kind == "tokens":
+                decided = decide(self.task, self.model, rows)
+                words = probabilities(self.task, self.model, rows)
+                best = [[self._name(*word.topk(top)[::-1]) for word in row] for row in words]
+            else:
+                decided, classes, found = answer(self.task, self.model, rows, k=top)
+                best = [self._name(*pair)[:top] for pair in zip(classes.cpu(), found.cpu(), strict=True)]
+            predictions = self.task.predictions(decided, rows)
         return [{"prediction": one, "top": ranked} for one, ranked in zip(predictions, best, strict=True)]
 
-    def _best(self, row: Tensor, top: int) -> list[dict[str, Any]]:
-        found = row.topk(min(top, len(row)))
-        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
-        return [{"label": self.task.labels[number], "probability": round(value, 6)} for number, value in pairs]
+    def _name(self, classes: Tensor, found: Tensor) -> list[dict[str, Any]]:
+        pairs = dict(zip(classes.flip(0).tolist(), found.flip(0).tolist(), strict=True))  # a filled-up one comes twice
+        return [
+            {"label": self.task.labels[n], "probability": round(pairs[n], 6)} for n in dict.fromkeys(classes.tolist())
+        ]
 
 
 def make_app(served: ServedModel) -> FastAPI:
