@@ -20,7 +20,7 @@ import transformers
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.causal_trl import token_log_probs
-from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer
+from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer, ASTrainerMixin
 from tests.integrations.architectures import VOCABULARY, make
 from tests.integrations.test_causal_loss import batch_of, count_logits, same, step
 
@@ -270,6 +270,53 @@ def test_a_callback_for_the_plain_trainer(tmp_path: Path) -> None:
     margins.clear()
     trained(tmp_path, transformers.Trainer, make("Llama"), callbacks=[ASLossCallback(delta=0.1, ratio=0.5), Spy()])
     assert margins == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_a_callback_gives_compute_metrics_predicted_tokens(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(torch.tensor(prediction.predictions))
+        return {}
+
+    model = make("Llama")
+    changed = {"eval_strategy": "steps", "eval_steps": 4, "compute_metrics": metrics}
+    callbacks = [ASLossCallback(delta=0.1, evaluate="tokens")]
+    trainer = trained(tmp_path, transformers.Trainer, model, callbacks=callbacks, **changed)
+    rows, labels = (torch.tensor([row[name] for row in texts(4)]) for name in ("input_ids", "labels"))
+    outputs = model.eval()(rows, labels=labels)
+    assert torch.equal(seen[0], outputs.logits.argmax(-1))
+    assert history(trainer, "eval_loss") == pytest.approx([float(outputs.loss)], rel=1e-5)
+    assert len(history(trainer, "eval_token_accuracy")) == 1
+
+
+def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    model = make("Llama")
+    with pytest.raises(InputError, match="label_smoothing_factor: expected 0"):
+        trained(tmp_path, transformers.Trainer, model, callbacks=[ASLossCallback()], label_smoothing_factor=0.1)
+    trainer = transformers.Trainer(
+        model=model, args=arguments(tmp_path), train_dataset=texts(), callbacks=[ASLossCallback()],
+        compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.float().mean(),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="expected a trainer that takes the model's loss"):
+        trainer.train()
+    assert loss_of(model) is None
+    assert "forward" not in vars(model)
+
+
+def test_tokens_are_generated_where_that_is_asked_for(tmp_path: Path) -> None:
+    class Ours(ASTrainerMixin, transformers.Seq2SeqTrainer): ...
+
+    def run(kind: Any) -> Any:
+        args = transformers.Seq2SeqTrainingArguments(
+            **settings(tmp_path, predict_with_generate=True, generation_max_length=9)
+        )
+        made = kind(model=make("T5"), args=args, train_dataset=texts(), eval_dataset=texts(4))
+        return made.predict(texts(4))
+
+    ours, plain = run(Ours), run(transformers.Seq2SeqTrainer)
+    assert ours.predictions.tolist() == plain.predictions.tolist()
+    assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-5)
 
 
 def test_bf16_training(tmp_path: Path) -> None:

@@ -219,8 +219,13 @@ class ASTrainerMixin(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does."""
-        if not self._language or "labels" not in inputs or self.preprocess_logits_for_metrics is not None:
+        """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does.
+
+        With ``predict_with_generate`` the tokens are those that it generates.
+        """
+        logits = self.preprocess_logits_for_metrics is not None
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if not self._language or "labels" not in inputs or logits or generates:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
