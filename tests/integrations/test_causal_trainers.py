@@ -319,6 +319,26 @@ def test_tokens_are_generated_where_that_is_asked_for(tmp_path: Path) -> None:
     assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_model_that_accelerate_has_prepared(after: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make("Llama")
+    dense = step(model, batch_of())
+    if not after:
+        accelerate_loss(model, delta=1.0)
+    prepared = accelerator.prepare(model)
+    if after:
+        accelerate_loss(prepared, delta=1.0)
+    model.zero_grad(set_to_none=True)
+    with accelerator.accumulate(prepared):
+        loss = prepared(**batch_of()).loss
+        accelerator.backward(2 * loss)  # which it divides by the steps
+    same((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), dense)
+    restore_loss(prepared)
+    assert isinstance(accelerator.unwrap_model(prepared)(**batch_of()).logits, Tensor)
+
+
 def test_bf16_training(tmp_path: Path) -> None:
     ours = trained(tmp_path, ASTrainer, make("Llama"), as_options=ASOptions(delta=1.0), bf16=True)
     plain = trained(tmp_path, transformers.Trainer, make("Llama"), bf16=True)
@@ -360,6 +380,32 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=plain, pad_token="w0", eos_token="w2", bos_token="w1", unk_token="w0"
     )
+
+
+def test_a_head_of_trl_with_a_temperature() -> None:
+    """As GRPO has it: log-probabilities and entropies of logits by a temperature, both with gradients."""
+    utils = pytest.importorskip("trl.trainer.utils")
+
+    def run(accelerated: bool, **options: Any) -> Any:
+        model = make("Llama")
+        utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits"), **options)
+        loss = accelerate_loss(model, delta=1.0) if accelerated else None
+        found = model(**batch_of(), fused_lm_head=True)
+        (found.log_probs.sum() - 0.3 * found.entropy.sum()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        parts = torch.stack([found.log_probs, found.entropy, found.mean_logits])
+        return (parts.detach(), gradients), loss
+
+    dense, _ = run(False, temperature=0.5)
+    ours, loss = run(True, temperature=0.5)
+    same(ours, dense)
+    assert loss.calls == 1
+    _, loss = run(True, cast_lm_head_to_fp32=True)  # stays TRL's
+    assert loss.calls == 0
+    model = make("Llama")
+    accelerate_loss(model)
+    with pytest.raises(InputError, match="token_weights: expected a trainer that takes the model's own loss"):
+        model(**batch_of(), fused_lm_head=True, token_weights=torch.ones(2, 7))
 
 
 def test_dpo_of_trl(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
 
 WEIGHTS = "token_weights"  # of a batch: one for each label
+WRAPPERS = 8  # of other packages around a forward pass, at most
 SHIFTS: dict[str, Callable[[Tensor, float], Tensor]] = {  # what models do to their labels, with a fill for the end
     "padded": lambda values, fill: F.pad(values, (0, 1), value=fill)[..., 1:],
     "cut": lambda values, fill: values[..., 1:],
@@ -197,6 +198,8 @@ class ModelForward:
         if weights is not None:
             _checks.each_row(WEIGHTS, weights, labels)
         if options.pop("fused_lm_head", False):  # TRL asks for log-probabilities in this way
+            if weights is not None:
+                raise InputError(f"{WEIGHTS}: expected a trainer that takes the model's own loss, found one of TRL")
             from softsieve.integrations.causal_trl import fused_outputs
 
             return fused_outputs(self, args, options)
@@ -291,14 +294,14 @@ def inner_model(model: Any) -> Any:
 def loss_of(model: Any) -> ModelForward | None:
     """What `accelerate_loss` has put into a model; None when it has not."""
     forward: Any = inner_model(model).__dict__.get("forward") if isinstance(model, nn.Module) else None
-    for _ in range(8):  # what other packages have wrapped it with
+    for _ in range(WRAPPERS):
         if isinstance(forward, ModelForward) or forward is None:
             return forward
-        forward = _inside(forward)
+        forward = inside(forward)
     return None
 
 
-def _inside(forward: Any) -> Any:
+def inside(forward: Any) -> Any:
     """What a wrapper of ``forward`` calls, where that can be told."""
     for name in ("__wrapped__", "model_forward", "__func__", "func"):
         inner = getattr(forward, name, None)

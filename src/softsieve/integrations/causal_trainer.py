@@ -10,8 +10,13 @@ from transformers import TrainerCallback
 
 from softsieve.errors import InputError
 from softsieve.integrations.causal_loss import (
-    CausalLoss, accelerate_loss, check_evaluate, inner_model, loss_of, restore_loss,
-)  # fmt: skip
+    CausalLoss,
+    accelerate_loss,
+    check_evaluate,
+    inner_model,
+    loss_of,
+    restore_loss,
+)
 from softsieve.losses.schedule import DeltaSchedule
 
 NAMES = ("token_accuracy", "solved", "lse", "margin")  # of a summary that is logged

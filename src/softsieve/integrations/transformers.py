@@ -217,8 +217,9 @@ class ASTrainerMixin(Trainer):
         return found
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does.
 
         With ``predict_with_generate`` the tokens are those that it generates.
@@ -226,7 +227,7 @@ class ASTrainerMixin(Trainer):
         logits = self.preprocess_logits_for_metrics is not None
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
         if not self._language or "labels" not in inputs or logits or generates:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **options)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
