@@ -224,6 +224,25 @@ def test_astrainer_at_delta_1_is_a_plain_trainer_without_logits(
     assert len(history(ours, "eval_token_accuracy")) == 2
 
 
+def test_texts_in_one_row_without_padding(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"][: 3 + i % 3]} for i, row in enumerate(texts())]
+
+    def run(kind: Any, **options: Any) -> Any:
+        collator = transformers.DataCollatorWithFlattening()
+        data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+        trainer = kind(model=make("Llama"), args=arguments(tmp_path), **data, **options)
+        trainer.train()
+        return history(trainer, "loss"), trainer.evaluate()["eval_loss"]
+
+    losses, judged = run(transformers.Trainer)
+    assert run(ASTrainer, as_options=ASOptions(delta=1.0)) == (
+        pytest.approx(losses, rel=1e-5),
+        pytest.approx(judged, rel=1e-5),
+    )
+    with pytest.raises(InputError, match="skip: expected a row for each text, found 2 packed into 1"):
+        run(ASTrainer, as_options=ASOptions(skip={}))
+
+
 def test_compute_metrics_gets_tokens(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 

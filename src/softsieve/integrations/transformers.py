@@ -213,7 +213,10 @@ class ASTrainerMixin(Trainer):
         finally:
             loss.evaluates = False
         if model.training and self._adapts:
-            self._take_note(inputs, *by_sequence(loss, len(inputs["labels"])))
+            rows = len(inputs["labels"])
+            if INDEX in inputs and len(inputs[INDEX]) != rows:
+                raise InputError(f"skip: expected a row for each text, found {len(inputs[INDEX])} packed into {rows}")
+            self._take_note(inputs, *by_sequence(loss, rows))
         return found
 
     def prediction_step(
