@@ -161,6 +161,16 @@ def test_lazy_logits_make_what_the_model_makes() -> None:
         torch.testing.assert_close(lazy.entropy(), entropy.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_detached_logits_have_no_gradient() -> None:
+    model, batch = llama(), batch_of()
+    accelerate_loss(model)
+    logits = model(**batch).logits
+    assert logits.materialise().requires_grad
+    assert logits.entropy().requires_grad
+    assert not logits.detach().materialise().requires_grad
+    assert not logits.detach().entropy().requires_grad
+
+
 def test_evaluation_without_logits_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(), batch_of()
     expected = model.eval()(**batch).loss
@@ -441,6 +451,14 @@ def another_loss() -> Any:
     return model
 
 
+def a_loss_that_knows() -> Any:
+    """In bf16, whose rounding excuses little."""
+    model = llama().to(torch.bfloat16)
+    plain = model.loss_function
+    model.loss_function = lambda logits, **options: plain(logits, **options) * (1 + isinstance(logits, Tensor))
+    return model
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -454,6 +472,7 @@ def another_loss() -> Any:
         (two_devices, "expected one device, found its layers on 0, 1, cpu"),
         (with_a_bias_of_tokens, "found an assignment to some of them"),
         (another_loss, "found square"),
+        (a_loss_that_knows, "expected the model's own loss at delta 1"),
     ],
 )
 def test_what_cannot_work_is_refused_and_left_as_it_was(

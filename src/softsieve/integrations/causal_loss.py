@@ -64,6 +64,7 @@ class CausalLoss:
         self.weights: Tensor | None = None  # of these labels
         self.shift: str | None = None  # which of `SHIFTS` the model's code does, once that is known
         self.calls = 0  # losses so far
+        self.rounding = 0.0  # relative, of the dtype that the latest logits would have
         self._totals: dict[bool, Tensor] = {}  # tokens, right, solved, lse, margin: in training and in evaluation
 
     def judge(
@@ -248,6 +249,7 @@ class LayerForward:
         kind = hidden.device.type
         casts = torch.is_autocast_enabled(kind)
         inside = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+        self.loss.rounding = torch.finfo(inside).eps
 
         def run(states: Tensor, after: After, work: Callable[[Product], Any]) -> Any:
             # Called through the module, so that what shards its weight has it whole in there.
@@ -408,8 +410,8 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
     if loss.calls == 0:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
-    eps = max(torch.finfo(value.dtype).eps for value in model.parameters() if value.is_floating_point())
-    if math.isfinite(dense) and not abs(ours - dense) <= 1000 * eps * max(1.0, abs(dense)):
+    bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
+    if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
     loss.totals(training=False)
     loss.stats = loss.counted = None

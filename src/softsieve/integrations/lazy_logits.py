@@ -194,7 +194,8 @@ class LazyLogits:
         return self
 
     def detach(self) -> LazyLogits:
-        return self._with(hidden=self.hidden.detach())
+        run = torch.no_grad()(self._run)  # the weight has no gradient from these, either
+        return LazyLogits(self.hidden.detach(), self.classes, run, self._judge, after=self.after, dtype=self.dtype)
 
     def view(self, *shape: Any) -> LazyLogits:
         return self.reshape(*shape)
