@@ -228,7 +228,7 @@ def test_texts_in_one_row_without_padding(tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"][: 3 + i % 3]} for i, row in enumerate(texts())]
 
     def run(kind: Any, **options: Any) -> Any:
-        collator = transformers.DataCollatorWithFlattening()
+        collator = transformers.DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
         data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
         trainer = kind(model=make("Llama"), args=arguments(tmp_path), **data, **options)
         trainer.train()

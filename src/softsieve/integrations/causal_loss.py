@@ -77,9 +77,10 @@ class CausalLoss:
                 f"found {target.numel()}"
             )
         delta = self.delta if self.training else 1.0
-        first = self.calls == 0 and not torch.compiler.is_compiling()  # that of `_compare`, before anything is compiled
-        if self.shift is None and self.labels is not None and (first or self.weights is not None):
-            self._find_shift(self.labels, target, ignore_index)
+        if self.shift is None and self.labels is not None:
+            first = self.calls == 0 and not torch.compiler.is_compiling()  # the few tokens of `_compare`
+            if first or self.weights is not None:
+                self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
         def work(product: Product) -> Any:
@@ -206,8 +207,8 @@ class ModelForward:
             return fused_outputs(self, args, options)
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
-        if not training and loss.evaluates == "tokens":
-            outputs.logits = outputs.logits.argmax(-1)
+        if not training and loss.evaluates == "tokens" and isinstance(outputs, dict):
+            outputs["logits"] = outputs["logits"].argmax(-1)
         return outputs
 
     def follow(self) -> None:
