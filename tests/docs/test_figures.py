@@ -72,3 +72,11 @@ def test_a_language_model_is_on_the_page_as_on_record() -> None:
     for row in rows:
         if row["perplexity"]:
             assert f"{float(row['perplexity']):.2f}" in figures(guide)
+
+
+def test_how_many_architectures_are_tested() -> None:
+    pytest.importorskip("transformers")
+    from tests.integrations.architectures import NAMES
+
+    with_pictures = 2
+    assert f"{len(NAMES) + with_pictures} are tested" in text_of("guides/language-models.md")
