@@ -28,6 +28,7 @@ def lm_finetune(
     rounds: Annotated[int, typer.Option(min=1, help="in which the ways are timed, in turn")] = 8,
     rate: Annotated[float, typer.Option(help="of AdamW")] = 2e-5,
     precision: Annotated[str, typer.Option(help="float32, or bfloat16 by autocast")] = "float32",
+    lora: Annotated[int, typer.Option(min=0, help="rank of LoRA on attention and output layer; 0: train all")] = 0,
     compiled: Annotated[bool, typer.Option(help="also time torch.compile")] = True,
     seed: Annotated[int, typer.Option(help="of the windows")] = 0,
     threads: Threads = None,
@@ -36,7 +37,8 @@ def lm_finetune(
     """Fine-tune a language model: seconds and memory of a step, loss curve, held-out perplexity and accuracy.
 
     Dense logits, torch.compile, and the loss without logits at each delta, which is plain cross-entropy at 1. Seconds
-    and memory are of forward and backward pass, all ways in turn on one model. The curves are in OUT.curves.csv.
+    and memory are of forward and backward pass, all ways in turn on one model. The curves are in OUT.curves.csv; apart
+    is how far the losses of delta 1 are from the dense ones at most.
     """
     with watched(out) as progress:
         import torch
@@ -55,12 +57,13 @@ def lm_finetune(
         windows = suite.cut(ids, **sizes)
         progress("loading the model", 0)
         network = load_model(model, dtype=torch.float32)
+        network = suite.adapt(network, lora, seed) if lora else network
         options: dict[str, Any] = {"deltas": delta, "compiled": compiled, "rounds": rounds, "rate": rate}
         options["precision"] = precision
         rows, curves = suite.measure(network, windows, **options, progress=progress)
         missing = suite.left_out()
         named = {"model": Path(model).name if Path(model).is_dir() else model, "text": text.name, "tokens": len(ids)}
-        about = {**named, **sizes, **options, "threads": torch.get_num_threads()}
+        about = {**named, **sizes, **options, "lora": lora, "threads": torch.get_num_threads()}
         about["left_out"] = missing
         write_results(out, "lm-finetune", about, rows, suite.draw(curves))
         write_table(beside(out, ".curves.csv"), {"experiment": "lm-finetune, curves", **about}, curves)

@@ -22,6 +22,7 @@ from softsieve.integrations.causal_loss import accelerate_loss, restore_loss
 
 RIVALS = {"Liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 HELD_OUT = 0.1  # share of the text, its end
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")  # layers with LoRA, as most models name them
 SMOOTH = 5  # steps that a curve is the mean of
 
 
@@ -36,6 +37,14 @@ class Way(NamedTuple):
 def autocast(model: Any, precision: str) -> torch.autocast:
     """Products in ``precision``, with weights that stay in float32."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def adapt(model: Any, rank: int, seed: int) -> Any:
+    """The model with LoRA on its attention and its output layer, which alone are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*ADAPTED]))
 
 
 class Windows(NamedTuple):
@@ -185,7 +194,8 @@ def train(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Fine-tune a copy of a model with AdamW: what the held-out text says after, and the curve of its loss."""
     model = copy.deepcopy(start).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     loss = None if way.delta is None else accelerate_loss(model, way.delta)
     curve: list[dict[str, Any]] = []
     for step, batch in enumerate(windows.training):
@@ -214,7 +224,7 @@ def measure(
     torch.compiler.reset()
     model.zero_grad(set_to_none=True)
     before = judge(model, windows.held_out, windows.training.shape[1], precision)
-    empty = {"delta": None, "seconds": None, "ratio": None, "mb": None, "loss": None, "solved": None}
+    empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "loss", "apart", "solved"))
     rows: list[dict[str, Any]] = [{"way": "before", **empty, **before}]
     curves: list[dict[str, Any]] = []
     trained = [way for way in chosen if not way.compiled]
@@ -223,17 +233,23 @@ def measure(
         row: dict[str, Any] = {"way": way.name, "delta": way.delta, "seconds": each["seconds"]}
         row |= {"ratio": each["seconds"] / costs["dense"]["seconds"], "mb": each["mb"]}
         if way.compiled:  # the dense loss again
-            rows.append({**row, "loss": None, "solved": None, "perplexity": None, "accuracy": None})
+            rows.append({**row, **dict.fromkeys(("loss", "apart", "solved", "perplexity", "accuracy"))})
             continue
         share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(trained))  # noqa: E731
         after, curve = train(model, way, windows, rate=rate, precision=precision, progress=share)
         last = curve[-10:]
         solved = [point["solved"] for point in last if point["solved"] is not None]
         row["loss"] = statistics.fmean(point["loss"] for point in last)
+        row["apart"] = _apart(curve, curves) if way.delta == 1 else None
         row["solved"] = statistics.fmean(solved) if solved else None
         rows.append({**row, **after})
         curves += curve
     return rows, curves
+
+
+def _apart(curve: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> float:
+    """How far the losses of a curve are from those of the dense one at most, which comes first."""
+    return float(max(abs(one["loss"] - other["loss"]) for one, other in zip(curve, dense, strict=False)))
 
 
 def draw(curves: Sequence[dict[str, Any]]) -> Any:

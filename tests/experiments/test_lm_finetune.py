@@ -31,12 +31,26 @@ def test_a_table_of_costs_and_of_held_out_text(tmp_path: Path) -> None:
     assert list(by_way) == ["before", "dense", "ours, delta 1", "ours, delta 0.1"]
     same = float(by_way["ours, delta 1"]["perplexity"])
     assert same == pytest.approx(float(by_way["dense"]["perplexity"]), rel=1e-3)
+    assert float(by_way["ours, delta 1"]["apart"]) < 1e-4
     assert same != pytest.approx(float(by_way["before"]["perplexity"]), rel=1e-3)
     assert all(float(row["seconds"]) > 0 for row in rows[1:])
     _, curves = read_table(tmp_path / "found.curves.csv")
     assert len(curves) == 9
     if not torch.cuda.is_available():
         assert "Liger: not measured, needs a GPU" in done.output
+
+
+def test_lora_on_attention_and_output_layer(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    write_language_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(WORDS[2:] * 2))
+    arguments = [str(tmp_path / "model"), str(tmp_path / "text.txt"), *SMALL, "--delta", "1", "--lora", "2"]
+    done = CliRunner().invoke(app, ["lm-finetune", *arguments, "--rate", "0.01", "--out", str(tmp_path / "found")])
+    assert done.exit_code == 0, done.output
+    about, rows = read_table(tmp_path / "found.csv")
+    assert about["lora"] == "2"
+    assert float(rows[-1]["apart"]) < 1e-4
+    assert float(rows[-1]["perplexity"]) != float(rows[0]["perplexity"])
 
 
 def test_windows_of_a_text() -> None:

@@ -161,6 +161,16 @@ def test_lazy_logits_make_what_the_model_makes() -> None:
         torch.testing.assert_close(lazy.entropy(), entropy.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_detached_logits_have_no_gradient() -> None:
+    model, batch = llama(), batch_of()
+    accelerate_loss(model)
+    logits = model(**batch).logits
+    assert logits.materialise().requires_grad
+    assert logits.entropy().requires_grad
+    assert not logits.detach().materialise().requires_grad
+    assert not logits.detach().entropy().requires_grad
+
+
 def test_evaluation_without_logits_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(), batch_of()
     expected = model.eval()(**batch).loss
@@ -304,6 +314,50 @@ def test_weights_of_tokens(name: str) -> None:
         torch.testing.assert_close(step(model, batch, token_weights=weights)[0], (each.sum() / total).detach())
 
 
+def test_weights_of_tokens_after_a_batch_that_tells_nothing() -> None:
+    """Labels that are all ignored look the same shifted or not."""
+    model, batch = llama(), batch_of()
+    weights = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(1))
+    loss = accelerate_loss(model, delta=1.0)
+    expected = model(**batch, token_weights=weights).loss
+    loss.shift = None
+    ignored = torch.full_like(batch["labels"], -100)
+    assert model(input_ids=batch["input_ids"], labels=ignored, token_weights=weights).loss == 0
+    torch.testing.assert_close(model(**batch, token_weights=weights).loss, expected)
+
+
+def test_weights_of_tokens_in_a_compiled_model() -> None:
+    model, batch = llama(), batch_of()
+    weights = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(1))
+    accelerate_loss(model, delta=1.0)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = compiled(**batch, token_weights=weights).loss
+    torch.testing.assert_close(found, model(**batch, token_weights=weights).loss)
+    assert abs(float((found - model(**batch).loss).detach())) > 1e-3
+
+
+def test_a_margin_that_changes_is_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = llama()
+    loss, counter = accelerate_loss(model, delta=1.0), CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, backend=counter, fullgraph=True)
+    for number in range(6):
+        loss.delta = 1 - 0.1 * number
+        compiled(**batch_of(seed=number)).loss.backward()
+    assert counter.frame_count <= 2  # a number that has changed once is a symbol from then on
+
+
+def test_predicted_tokens_in_place_of_logits() -> None:
+    model, batch = llama(), batch_of()
+    dense = model.eval()(**batch)
+    accelerate_loss(model, evaluate="tokens")
+    found = model(**batch)
+    torch.testing.assert_close(found.loss, dense.loss)
+    assert torch.equal(found.logits, dense.logits.argmax(-1))
+    assert isinstance(model.train()(**batch).logits, LazyLogits)
+
+
 def test_a_copy_has_its_own_loss() -> None:
     model, batch = llama(), batch_of()
     accelerate_loss(model, delta=1.0)
@@ -351,6 +405,16 @@ def patched() -> Any:
     return model
 
 
+def patched_with_another_cross_entropy() -> Any:
+    """As Liger's `apply_liger_kernel_to_llama(cross_entropy=True)` does, for all models of the process."""
+
+    def cross_entropy(*_: Any, **__: Any) -> Any: ...
+
+    cross_entropy.__module__ = "liger_kernel.transformers.functional"
+    F.cross_entropy = cross_entropy
+    return llama()
+
+
 def accelerated() -> Any:
     model = llama()
     accelerate_loss(model)
@@ -387,6 +451,14 @@ def another_loss() -> Any:
     return model
 
 
+def a_loss_that_knows() -> Any:
+    """In bf16, whose rounding excuses little."""
+    model = llama().to(torch.bfloat16)
+    plain = model.loss_function
+    model.loss_function = lambda logits, **options: plain(logits, **options) * (1 + isinstance(logits, Tensor))
+    return model
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -395,13 +467,18 @@ def another_loss() -> Any:
         (not_linear, "x @ weight.T \\+ bias, found .*Gate"),
         (quantised, "found a quantised weight"),
         (patched, "found one of liger_kernel"),
+        (patched_with_another_cross_entropy, "found one of liger_kernel"),
         (accelerated, "call restore_loss first"),
         (two_devices, "expected one device, found its layers on 0, 1, cpu"),
         (with_a_bias_of_tokens, "found an assignment to some of them"),
         (another_loss, "found square"),
+        (a_loss_that_knows, "expected the model's own loss at delta 1"),
     ],
 )
-def test_what_cannot_work_is_refused_and_left_as_it_was(bad: Callable[[], Any], words: str) -> None:
+def test_what_cannot_work_is_refused_and_left_as_it_was(
+    bad: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "cross_entropy", F.cross_entropy)  # as it was, whatever a bad one does
     model = bad()
     before = dict(vars(model)), model.training
     layer = model.get_output_embeddings()
@@ -418,7 +495,14 @@ def test_labels_of_another_shape() -> None:
     accelerate_loss(model)
     with pytest.raises(InputError, match="labels: expected one for each of the 14 positions of the logits, found 12"):
         model(input_ids=batch["input_ids"], labels=batch["labels"][:, :-1])
+    for turned in (batch["labels"].t(), batch["labels"][..., None]):  # as many, which flattening would mix up
+        with pytest.raises(InputError, match=r"labels: expected \(2, 7\), one for each position, found \("):
+            model(input_ids=batch["input_ids"], labels=turned)
+    for wrong in (batch["labels"].float(), batch["labels"].tolist()):
+        with pytest.raises(TypeError, match="labels: expected"):
+            model(input_ids=batch["input_ids"], labels=wrong)
     assert torch.isfinite(model(**batch).loss)
+    assert isinstance(model(input_ids=batch["input_ids"]).logits, Tensor)
     with pytest.raises(ValueError, match="token_weights: expected shape"):
         model(**batch, token_weights=torch.ones(3))
 
@@ -442,9 +526,9 @@ def test_what_needs_logits_says_so() -> None:
 
 
 def test_bad_options() -> None:
-    for options in ({"delta": 1.5}, {"delta": "x"}, {"backend": "none"}):
+    for options in ({"delta": 1.5}, {"delta": "x"}, {"backend": "none"}, {"evaluate": "logits"}):
         model = llama()
-        with pytest.raises((TypeError, ValueError), match=r"delta|backend"):
+        with pytest.raises((TypeError, ValueError), match=r"delta|backend|evaluate"):
             accelerate_loss(model, **options)
         assert "forward" not in vars(model)
     with pytest.raises(InputError, match="found the model's own"):

@@ -20,7 +20,7 @@ import transformers
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.causal_trl import token_log_probs
-from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer
+from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer, ASTrainerMixin
 from tests.integrations.architectures import VOCABULARY, make
 from tests.integrations.test_causal_loss import batch_of, count_logits, same, step
 
@@ -224,6 +224,25 @@ def test_astrainer_at_delta_1_is_a_plain_trainer_without_logits(
     assert len(history(ours, "eval_token_accuracy")) == 2
 
 
+def test_texts_in_one_row_without_padding(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"][: 3 + i % 3]} for i, row in enumerate(texts())]
+
+    def run(kind: Any, **options: Any) -> Any:
+        collator = transformers.DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
+        data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+        trainer = kind(model=make("Llama"), args=arguments(tmp_path), **data, **options)
+        trainer.train()
+        return history(trainer, "loss"), trainer.evaluate()["eval_loss"]
+
+    losses, judged = run(transformers.Trainer)
+    assert run(ASTrainer, as_options=ASOptions(delta=1.0)) == (
+        pytest.approx(losses, rel=1e-5),
+        pytest.approx(judged, rel=1e-5),
+    )
+    with pytest.raises(InputError, match="skip: expected a row for each text, found 2 packed into 1"):
+        run(ASTrainer, as_options=ASOptions(skip={}))
+
+
 def test_compute_metrics_gets_tokens(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -272,6 +291,73 @@ def test_a_callback_for_the_plain_trainer(tmp_path: Path) -> None:
     assert margins == pytest.approx([1.0, 0.55, 0.1, 0.1])
 
 
+def test_a_callback_gives_compute_metrics_predicted_tokens(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(torch.tensor(prediction.predictions))
+        return {}
+
+    model = make("Llama")
+    changed = {"eval_strategy": "steps", "eval_steps": 4, "compute_metrics": metrics}
+    callbacks = [ASLossCallback(delta=0.1, evaluate="tokens")]
+    trainer = trained(tmp_path, transformers.Trainer, model, callbacks=callbacks, **changed)
+    rows, labels = (torch.tensor([row[name] for row in texts(4)]) for name in ("input_ids", "labels"))
+    outputs = model.eval()(rows, labels=labels)
+    assert torch.equal(seen[0], outputs.logits.argmax(-1))
+    assert history(trainer, "eval_loss") == pytest.approx([float(outputs.loss)], rel=1e-5)
+    assert len(history(trainer, "eval_token_accuracy")) == 1
+
+
+def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    model = make("Llama")
+    with pytest.raises(InputError, match="label_smoothing_factor: expected 0"):
+        trained(tmp_path, transformers.Trainer, model, callbacks=[ASLossCallback()], label_smoothing_factor=0.1)
+    trainer = transformers.Trainer(
+        model=model, args=arguments(tmp_path), train_dataset=texts(), callbacks=[ASLossCallback()],
+        compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.float().mean(),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="expected a trainer that takes the model's loss"):
+        trainer.train()
+    assert loss_of(model) is None
+    assert "forward" not in vars(model)
+
+
+def test_tokens_are_generated_where_that_is_asked_for(tmp_path: Path) -> None:
+    class Ours(ASTrainerMixin, transformers.Seq2SeqTrainer): ...
+
+    def run(kind: Any) -> Any:
+        args = transformers.Seq2SeqTrainingArguments(
+            **settings(tmp_path, predict_with_generate=True, generation_max_length=9)
+        )
+        made = kind(model=make("T5"), args=args, train_dataset=texts(), eval_dataset=texts(4))
+        return made.predict(texts(4))
+
+    ours, plain = run(Ours), run(transformers.Seq2SeqTrainer)
+    assert ours.predictions.tolist() == plain.predictions.tolist()
+    assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_model_that_accelerate_has_prepared(after: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make("Llama")
+    dense = step(model, batch_of())
+    if not after:
+        accelerate_loss(model, delta=1.0)
+    prepared = accelerator.prepare(model)
+    if after:
+        accelerate_loss(prepared, delta=1.0)
+    model.zero_grad(set_to_none=True)
+    with accelerator.accumulate(prepared):
+        loss = prepared(**batch_of()).loss
+        accelerator.backward(2 * loss)  # which it divides by the steps
+    same((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), dense)
+    restore_loss(prepared)
+    assert isinstance(accelerator.unwrap_model(prepared)(**batch_of()).logits, Tensor)
+
+
 def test_bf16_training(tmp_path: Path) -> None:
     ours = trained(tmp_path, ASTrainer, make("Llama"), as_options=ASOptions(delta=1.0), bf16=True)
     plain = trained(tmp_path, transformers.Trainer, make("Llama"), bf16=True)
@@ -313,6 +399,32 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=plain, pad_token="w0", eos_token="w2", bos_token="w1", unk_token="w0"
     )
+
+
+def test_a_head_of_trl_with_a_temperature() -> None:
+    """As GRPO has it: log-probabilities and entropies of logits by a temperature, both with gradients."""
+    utils = pytest.importorskip("trl.trainer.utils")
+
+    def run(accelerated: bool, **options: Any) -> Any:
+        model = make("Llama")
+        utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits"), **options)
+        loss = accelerate_loss(model, delta=1.0) if accelerated else None
+        found = model(**batch_of(), fused_lm_head=True)
+        (found.log_probs.sum() - 0.3 * found.entropy.sum()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        parts = torch.stack([found.log_probs, found.entropy, found.mean_logits])
+        return (parts.detach(), gradients), loss
+
+    dense, _ = run(False, temperature=0.5)
+    ours, loss = run(True, temperature=0.5)
+    same(ours, dense)
+    assert loss.calls == 1
+    _, loss = run(True, cast_lm_head_to_fp32=True)  # stays TRL's
+    assert loss.calls == 0
+    model = make("Llama")
+    accelerate_loss(model)
+    with pytest.raises(InputError, match="token_weights: expected a trainer that takes the model's own loss"):
+        model(**batch_of(), fused_lm_head=True, token_weights=torch.ones(2, 7))
 
 
 def test_dpo_of_trl(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from softsieve.errors import InputError
@@ -35,7 +36,7 @@ def check_model(model: Any) -> Any:
         raise InputError(f"model: expected one whose forward takes labels, found {type(model).__name__}")
     other = _patched_by(model)
     if other is not None:
-        raise InputError(f"model: expected its own forward, found one of {other}: load the model without it")
+        raise InputError(f"model: expected its own forward and loss, found one of {other}: load the model without it")
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     devices |= {str(weight.device) for weight in (*_embedding(model), *layer.parameters())}
     if len(devices) > 1:
@@ -73,9 +74,10 @@ def _by_fsdp(model: Any) -> bool:
 
 
 def _patched_by(model: Any) -> str | None:
-    """The package that has put its own forward into a model or its class."""
+    """The package that has put its own forward into a model or its class, or its own loss into torch."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     places = [(vars(owner)["forward"], owner.__module__), (vars(model).get("forward"), type(model).__module__)]
+    places.append((F.cross_entropy, F.__name__))  # of all models in the process
     for function, home in places:
         module = getattr(function, "__module__", None) or type(function).__module__
         package = str(module).partition(".")[0]

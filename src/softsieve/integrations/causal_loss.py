@@ -24,6 +24,12 @@ from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
 
 WEIGHTS = "token_weights"  # of a batch: one for each label
+WRAPPERS = 8  # of other packages around a forward pass, at most
+SHIFTS: dict[str, Callable[[Tensor, float], Tensor]] = {  # what models do to their labels, with a fill for the end
+    "padded": lambda values, fill: F.pad(values, (0, 1), value=fill)[..., 1:],
+    "cut": lambda values, fill: values[..., 1:],
+    "none": lambda values, fill: values,
+}
 
 
 class CausalLoss:
@@ -32,7 +38,7 @@ class CausalLoss:
     Attributes:
         delta: margin of the loss in training, in [0, 1]; may be changed at any time. In evaluation it is 1.
         evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a `LazyLogits`
-            there, too.
+            there, too, or with ``"tokens"`` the predicted tokens.
         stats: `LinearASStats` of the latest batch, one entry for each label as the loss got them.
         counted: which of these labels were not ignored.
 
@@ -49,14 +55,16 @@ class CausalLoss:
 
     def __init__(self, delta: float, backend: str) -> None:
         self.delta, self.backend = delta, backend
-        self.evaluates = False
+        self.evaluates: bool | str = False
         self.stats: LinearASStats | None = None
         self.counted: Tensor | None = None
         self.collecting = False  # whether the layer hands back lazy logits
         self.training = True
-        self.weighed: tuple[Tensor, Tensor] | None = None  # labels and their weights, of the batch under way
-        self.shift: str | None = None  # how the model's code shifts labels, once that is known
+        self.labels: Tensor | None = None  # of the batch under way
+        self.weights: Tensor | None = None  # of these labels
+        self.shift: str | None = None  # which of `SHIFTS` the model's code does, once that is known
         self.calls = 0  # losses so far
+        self.rounding = 0.0  # relative, of the dtype that the latest logits would have
         self._totals: dict[bool, Tensor] = {}  # tokens, right, solved, lse, margin: in training and in evaluation
 
     def judge(
@@ -69,7 +77,11 @@ class CausalLoss:
                 f"found {target.numel()}"
             )
         delta = self.delta if self.training else 1.0
-        row_weight = None if self.weighed is None else self._weights_of(target, ignore_index)
+        if self.shift is None and self.labels is not None:
+            first = self.calls == 0 and not torch.compiler.is_compiling()  # the few tokens of `_compare`
+            if first or self.weights is not None:
+                self._find_shift(self.labels, target, ignore_index)
+        row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
         def work(product: Product) -> Any:
             return compute(
@@ -128,31 +140,29 @@ class CausalLoss:
         means = {"token_accuracy": right, "solved": solved, "lse": lse, "margin": margin}
         return {"tokens": int(count), **{name: value / count for name, value in means.items()}}
 
-    def _weights_of(self, target: Tensor, ignore_index: int) -> Tensor:
+    def _find_shift(self, labels: Tensor, target: Tensor, ignore_index: int) -> None:
+        """Find out how the model's code has shifted its labels, which labels that are all ignored do not tell."""
+        moved = {way: shifted(labels, ignore_index).flatten() for way, shifted in SHIFTS.items()}
+        fitting = [way for way, values in moved.items() if torch.equal(values, target.flatten().to(values.dtype))]
+        if len(fitting) == 1:
+            self.shift = fitting[0]
+
+    def _shifted(self, weights: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
         """The weights of the batch, shifted as the model's code has shifted its labels."""
-        labels, weights = self.weighed  # type: ignore[misc]
-        ways: dict[str, Callable[[Tensor, float], Tensor]] = {
-            "padded": lambda value, fill: F.pad(value, (0, 1), value=fill)[..., 1:],
-            "cut": lambda value, fill: value[..., 1:],
-            "none": lambda value, fill: value,
-        }
-        if self.shift is None:
-            for way, shifted in ways.items():
-                moved = shifted(labels, ignore_index).flatten()
-                if moved.shape == target.flatten().shape and bool((moved == target.flatten()).all()):
-                    self.shift = way
-        if self.shift is None:
+        if self.shift is not None:
+            return SHIFTS[self.shift](weights, 0.0).reshape(target.shape)
+        if bool((target != ignore_index).any()):
             raise InputError(f"{WEIGHTS}: expected a model that shifts its labels by one or not at all, found another")
-        return ways[self.shift](weights, 0.0).reshape(target.shape)
+        return None  # there is nothing to weigh
 
     @contextmanager
-    def collect(self, *, training: bool, weighed: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
+    def collect(self, *, training: bool, labels: Tensor | None = None, weights: Tensor | None = None) -> Iterator[None]:
         """While this lasts, the output layer hands back lazy logits."""
-        self.collecting, self.training, self.weighed = True, training, weighed
+        self.collecting, self.training, self.labels, self.weights = True, training, labels, weights
         try:
             yield
         finally:
-            self.collecting, self.weighed = False, None
+            self.collecting, self.labels, self.weights = False, None, None
 
 
 def _loss_dtype(logits: LazyLogits) -> torch.dtype:
@@ -185,16 +195,21 @@ class ModelForward:
         if not self.active or labels is None or not (training or loss.evaluates):
             return self.before(*args, **options)
         self.follow()
-        weighed = None
+        if _checks.tensor("labels", labels).is_floating_point():
+            raise TypeError(f"labels: expected integers, found {labels.dtype}")
         if weights is not None:
             _checks.each_row(WEIGHTS, weights, labels)
-            weighed = labels, weights
         if options.pop("fused_lm_head", False):  # TRL asks for log-probabilities in this way
+            if weights is not None:
+                raise InputError(f"{WEIGHTS}: expected a trainer that takes the model's own loss, found one of TRL")
             from softsieve.integrations.causal_trl import fused_outputs
 
             return fused_outputs(self, args, options)
-        with loss.collect(training=training, weighed=weighed):
-            return self.before(*args, **options)
+        with loss.collect(training=training, labels=labels, weights=weights):
+            outputs = self.before(*args, **options)
+        if not training and loss.evaluates == "tokens" and isinstance(outputs, dict):
+            outputs["logits"] = outputs["logits"].argmax(-1)
+        return outputs
 
     def follow(self) -> None:
         """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
@@ -231,9 +246,11 @@ class LayerForward:
             return work(hidden)
         if not self.loss.collecting:
             return self.before(hidden, *args, **options)
+        _check_shape(self.loss.labels, hidden.shape[:-1])
         kind = hidden.device.type
         casts = torch.is_autocast_enabled(kind)
         inside = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+        self.loss.rounding = torch.finfo(inside).eps
 
         def run(states: Tensor, after: After, work: Callable[[Product], Any]) -> Any:
             # Called through the module, so that what shards its weight has it whole in there.
@@ -250,6 +267,13 @@ class LayerForward:
             del self.layer.forward
             if self.own is not None:
                 self.layer.forward = self.own
+
+
+def _check_shape(labels: Tensor | None, positions: torch.Size) -> None:
+    """Refuse as many labels as positions in another order, which a model's code flattens without a word."""
+    if labels is None or len(positions) != 2 or labels.numel() != positions.numel() or labels.shape == positions:
+        return
+    raise InputError(f"labels: expected {tuple(positions)}, one for each position, found {tuple(labels.shape)}")
 
 
 def _classes(layer: Any) -> int:
@@ -273,14 +297,14 @@ def inner_model(model: Any) -> Any:
 def loss_of(model: Any) -> ModelForward | None:
     """What `accelerate_loss` has put into a model; None when it has not."""
     forward: Any = inner_model(model).__dict__.get("forward") if isinstance(model, nn.Module) else None
-    for _ in range(8):  # what other packages have wrapped it with
+    for _ in range(WRAPPERS):
         if isinstance(forward, ModelForward) or forward is None:
             return forward
-        forward = _inside(forward)
+        forward = inside(forward)
     return None
 
 
-def _inside(forward: Any) -> Any:
+def inside(forward: Any) -> Any:
     """What a wrapper of ``forward`` calls, where that can be told."""
     for name in ("__wrapped__", "model_forward", "__func__", "func"):
         inner = getattr(forward, name, None)
@@ -289,7 +313,15 @@ def _inside(forward: Any) -> Any:
     return None
 
 
-def accelerate_loss(model: Any, delta: float = 0.1, *, backend: str = "auto", evaluate: bool = False) -> CausalLoss:
+def check_evaluate(value: object) -> None:
+    """Refuse what does not say how evaluations are made."""
+    if not isinstance(value, bool) and value != "tokens":
+        raise ValueError(f"evaluate: expected True, False or 'tokens', found {value!r}")
+
+
+def accelerate_loss(
+    model: Any, delta: float = 0.1, *, backend: str = "auto", evaluate: bool | str = False
+) -> CausalLoss:
     """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
 
     The model's forward pass stays its own: shifting of labels, ``num_items_in_batch``, scaling and soft-capping of
@@ -303,7 +335,8 @@ def accelerate_loss(model: Any, delta: float = 0.1, *, backend: str = "auto", ev
         model: a causal or sequence-to-sequence language model of Hugging Face, or one of PEFT.
         delta: margin in [0, 1]: a token whose probability leads all others by more than it has no gradient.
         backend: that of `linear_as_cross_entropy`.
-        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either.
+        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With
+            ``"tokens"`` the predicted tokens stand in ``outputs.logits``, for a ``compute_metrics``.
 
     Returns:
         What may be changed while training, and tells of the batches. The model is left as it was if anything is wrong.
@@ -325,6 +358,7 @@ def accelerate_loss(model: Any, delta: float = 0.1, *, backend: str = "auto", ev
     """
     loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend)
     check_options(-100, "mean", backend)
+    check_evaluate(evaluate)
     model = inner_model(model)
     if (before := loss_of(model)) is not None and before.active:
         raise InputError("model: expected one with its own loss, found an accelerated one: call restore_loss first")
@@ -377,8 +411,8 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
     if loss.calls == 0:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
-    eps = max(torch.finfo(value.dtype).eps for value in model.parameters() if value.is_floating_point())
-    if math.isfinite(dense) and not abs(ours - dense) <= 1000 * eps * max(1.0, abs(dense)):
+    bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
+    if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
     loss.totals(training=False)
     loss.stats = loss.counted = None

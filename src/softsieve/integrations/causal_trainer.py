@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from softsieve.errors import InputError
-from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, inner_model, loss_of, restore_loss
+from softsieve.integrations.causal_loss import (
+    CausalLoss,
+    accelerate_loss,
+    check_evaluate,
+    inner_model,
+    loss_of,
+    restore_loss,
+)
 from softsieve.losses.schedule import DeltaSchedule
 
 NAMES = ("token_accuracy", "solved", "lse", "margin")  # of a summary that is logged
@@ -55,11 +62,12 @@ class ASLossCallback(TrainerCallback):
         initial_delta: margin at the start.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
         backend: that of `linear_as_cross_entropy`.
-        evaluate: whether evaluations within training do without logits, too; not with ``compute_metrics``, which a
-            plain `Trainer` gives logits. `ASTrainer` gives it predicted tokens.
+        evaluate: whether evaluations within training do without logits, too: True where only their loss is asked for,
+            ``"tokens"`` with a ``compute_metrics``, which then gets predicted tokens.
 
     Raises:
-        InputError: when training starts, as `accelerate_loss` does.
+        InputError: when training starts, as `accelerate_loss` does; after the first step when the trainer has not asked
+            the model for its loss, so that this would change nothing.
 
     Example::
 
@@ -68,9 +76,10 @@ class ASLossCallback(TrainerCallback):
 
     def __init__(
         self, delta: float = 0.1, *, initial_delta: float = 1.0, ratio: float = 0.0, backend: str = "auto",
-        evaluate: bool = False,
+        evaluate: bool | str = False,
     ) -> None:  # fmt: skip
         self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
+        check_evaluate(evaluate)
         self.backend, self.evaluate = backend, evaluate
         self._loss: CausalLoss | None = None
         self._ours = True
@@ -78,6 +87,10 @@ class ASLossCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:
             raise InputError("n_gpu: expected one GPU a process, found DataParallel, whose copies cannot be followed")
+        if getattr(args, "label_smoothing_factor", 0):
+            raise InputError(
+                "label_smoothing_factor: expected 0, found a loss of the trainer's own, which needs logits"
+            )
         before = loss_of(model)
         self._ours = before is None or not before.active  # else it stays when training ends
         if before is not None and before.active:
@@ -89,6 +102,11 @@ class ASLossCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loss is not None:
             self._loss.delta = self.schedule(min(1.0, state.global_step / max(1, state.max_steps)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._loss is not None and self._loss.calls == 0:
+            self.on_train_end(args, state, control, model)
+            raise InputError("ASLossCallback: expected a trainer that takes the model's loss, found one with its own")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self._loss is None or logs is None or not ({"loss", "eval_loss"} & logs.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.errors import InputError
-from softsieve.integrations.causal_loss import ModelForward, accelerate_loss, loss_of
+from softsieve.integrations.causal_loss import WRAPPERS, ModelForward, accelerate_loss, inside, loss_of
 from softsieve.integrations.lazy_logits import LazyLogits
 
 
@@ -84,17 +85,21 @@ def _log_probs(
 def fused_outputs(forward: ModelForward, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What a trainer of TRL gets from ``model(..., labels=labels, fused_lm_head=True)``, also with LoRA on the layer.
 
-    Its log-probabilities are those of the loss: at a delta of 1 the true ones, below it minus AS cross-entropy.
+    Its log-probabilities are those of the loss: at a delta of 1 the true ones, below it minus AS cross-entropy. A head
+    in float32, or one whose temperature cannot be told, stays that of TRL.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
     from trl.trainer.utils import FusedCausalLMOutput
 
+    settings = _trl_settings(forward.own)
+    if settings is None or settings["cast_lm_head_to_fp32"]:
+        return forward.before(*args, **options, fused_lm_head=True)
     loss = forward.loss
     labels, shifted = options.pop("labels"), options.pop("shift_labels", None)
     items = options.pop("num_items_in_batch", None)
     with loss.collect(training=forward.model.training):
         outputs = forward.before(*args, **{**options, "use_cache": False, "return_dict": True})
-        logits: LazyLogits = outputs.logits
+        logits: LazyLogits = outputs.logits / settings["temperature"]
         if shifted is None:
             logits, shifted = logits[:, :-1], labels[:, 1:]
         delta = loss.delta if forward.model.training else 1.0
@@ -119,6 +124,18 @@ def fused_outputs(forward: ModelForward, args: tuple[Any, ...], options: dict[st
         if name in FusedCausalLMOutput.__dataclass_fields__:
             made[name] = logits.detach().by_rows(work).masked_fill(~mask, 0.0)
     return FusedCausalLMOutput(loss=total, aux_loss=auxiliary, **made)
+
+
+def _trl_settings(function: Any) -> dict[str, Any] | None:
+    """What TRL's `add_fused_lm_head` was told, which only the function that it has made knows."""
+    for _ in range(WRAPPERS):
+        code = getattr(function, "__func__", function)
+        if getattr(code, "__closure__", None):
+            known = inspect.getclosurevars(code).nonlocals
+            if {"temperature", "cast_lm_head_to_fp32"} <= known.keys():
+                return dict(known)
+        function = inside(function)
+    return None
 
 
 def _mean(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from softsieve.errors import InputError
 
@@ -193,7 +194,8 @@ class LazyLogits:
         return self
 
     def detach(self) -> LazyLogits:
-        return self._with(hidden=self.hidden.detach())
+        run = torch.no_grad()(self._run)  # the weight has no gradient from these, either
+        return LazyLogits(self.hidden.detach(), self.classes, run, self._judge, after=self.after, dtype=self.dtype)
 
     def view(self, *shape: Any) -> LazyLogits:
         return self.reshape(*shape)
@@ -295,18 +297,22 @@ class LazyLogits:
         best = self.by_rows(lambda logits: logits.argmax(-1))
         return best.unsqueeze(-1) if keepdim else best
 
-    @torch.no_grad()
     def entropy(self) -> Tensor:
-        """The entropy of each row's softmax, in nats, with only some rows' logits in memory."""
-        return self.by_rows(lambda logits: torch.special.entr(logits.float().softmax(-1)).sum(-1))
+        """The entropy of each row's softmax, in nats, with only some rows' logits in memory; differentiable."""
+        return self.by_rows(_entropy)
 
     def by_rows(self, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of the logits of some rows at a time, (rows, classes) to (rows,)."""
+        """A function of the logits of some rows at a time, (rows, classes) to (rows,); a backward pass remakes them."""
 
         def all_rows(product: Product) -> Tensor:
+            def some_rows(hidden: Tensor) -> Tensor:
+                return work(product._replace(hidden=hidden).logits())
+
             rows = product.hidden.reshape(-1, product.hidden.shape[-1])
-            some = max(1, _MADE_AT_ONCE // self.classes)
-            return torch.cat([work(product._replace(hidden=part).logits()) for part in torch.split(rows, some)])
+            parts = torch.split(rows, max(1, _MADE_AT_ONCE // self.classes))
+            if torch.is_grad_enabled():
+                return torch.cat([checkpoint(some_rows, part, use_reentrant=False) for part in parts])
+            return torch.cat([some_rows(part) for part in parts])
 
         found: Tensor = self._run(self.hidden, self.after, all_rows)
         return found.view(self.hidden.shape[:-1])
@@ -314,6 +320,11 @@ class LazyLogits:
     def judged(self, work: Callable[[Product], Any]) -> Any:
         """A function of the `Product` that these are, called where the layer's weight is whole."""
         return self._run(self.hidden, self.after, work)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_p = logits.float().log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def _is_mask(value: Any) -> bool:

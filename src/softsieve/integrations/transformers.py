@@ -213,15 +213,24 @@ class ASTrainerMixin(Trainer):
         finally:
             loss.evaluates = False
         if model.training and self._adapts:
-            self._take_note(inputs, *by_sequence(loss, len(inputs["labels"])))
+            rows = len(inputs["labels"])
+            if INDEX in inputs and len(inputs[INDEX]) != rows:
+                raise InputError(f"skip: expected a row for each text, found {len(inputs[INDEX])} packed into {rows}")
+            self._take_note(inputs, *by_sequence(loss, rows))
         return found
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does."""
-        if not self._language or "labels" not in inputs or self.preprocess_logits_for_metrics is not None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Of a language model the loss, the tokens that it predicts and the labels; of others as a Trainer does.
+
+        With ``predict_with_generate`` the tokens are those that it generates.
+        """
+        logits = self.preprocess_logits_for_metrics is not None
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if not self._language or "labels" not in inputs or logits or generates:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **options)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
