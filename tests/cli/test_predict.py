@@ -300,3 +300,38 @@ def test_models_that_are_none(tmp_path: Path, model: Path) -> None:
             content = file.read_bytes()
             (broken / file.name).write_bytes(content[: len(content) // 2] if file.name == name else content)
         assert f"{name}/model/{name}: " in refused(broken.parent, "--text", "x")
+
+
+def test_columns_with_names_of_answers_keep_their_values(model: Path) -> None:
+    data = write("in.csv", "text,label_1,top\ngood film,mine,yes\n")
+    [row] = csv.DictReader(answered(model, "--data", data, "--top_k", "2").stdout.splitlines())
+    assert (row["label_1"], row["label_1_given"], row["top_given"]) == ("pos", "mine", "yes")
+    data = write("in.jsonl", '{"text": "good film", "top": ["a", "b"]}\n')
+    [row] = csv.DictReader(answered(model, "--data", data).stdout.splitlines())
+    assert row["top"] == "a|b"
+
+
+def test_bad_lines_are_skipped(model: Path) -> None:
+    said = "lines: left out 1 of 2 rows: text 2: empty text"
+    result = answered(model, "--text", "good", "--text", " ", "--on_error", "skip")
+    assert len(result.stdout.splitlines()) == 2
+    assert result.stderr == f"{said}\n"
+    assert "text 2: empty text" in refused(model, "--text", "good", "--text", " ")
+
+
+def test_labels_with_gaps_only_in_rows_that_are_skipped(model: Path) -> None:
+    data = write("in.csv", "text,label\ngood,pos\n ,\nbad,neg\n")
+    result = answered(model, "--data", data, "--on_error", "skip")
+    assert result.stdout.splitlines()[0] == "text,label,prediction,probability"
+    assert "accuracy % │ 100.00" in re.sub(" +", " ", result.stderr)
+    assert result.stderr.count("left out 1 of 3 rows") == 1
+    data = write("in.csv", "text,label\ngood,pos\nfine,\nbad,neg\n")
+    result = answered(model, "--data", data, "--on_error", "skip")
+    assert result.stdout.splitlines()[0] == "text,prediction,probability,label"
+
+
+def test_a_file_of_options_leaves_the_model_to_the_command_line(model: Path) -> None:
+    Path("a.json").write_text('{"model": "other", "text": ["good"]}')
+    assert len(answered(model, "--config", "a.json").stdout.splitlines()) == 2
+    result = CliRunner().invoke(app, ["predict", "--config", "a.json"])
+    assert "other: expected a folder with a trained model" in result.stderr

@@ -115,16 +115,28 @@ def test_a_search_over_nothing_is_refused(weather: Path, count: Any, error: type
         search.plan_trials([], 3)
 
 
-def test_a_search_needs_validation_and_test_data(weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_needs_validation_data(weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "read_data", lambda task: read_data(task)._replace(validation=None))
     compare.read_task.cache_clear()
     with pytest.raises(InputError, match=f"{weather}: a search needs validation data, found none"):
         search.plan_trials(jobs_of(weather), 3)
+    compare.read_task.cache_clear()
+
+
+def test_without_test_rows_some_are_held_out(weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare.read_task.cache_clear()
+    whole = read_data(weather)
     monkeypatch.setattr(compare, "read_data", lambda task: read_data(task)._replace(test=None))
+    data = compare.read_task(str(weather), "")
     compare.read_task.cache_clear()
-    with pytest.raises(InputError, match=f"{weather}: a comparison needs test data, found none"):
-        search.plan_trials(jobs_of(weather), 3)
+    again = compare.read_task(str(weather), "")
     compare.read_task.cache_clear()
+    assert data.test is not None
+    assert again.test is not None
+    assert list(data.test.where) == list(again.test.where)
+    assert len(data.test.inputs) == len(whole.train.inputs) // 5
+    assert sorted([*data.train.where, *data.test.where]) == sorted(whole.train.where)
+    assert data.notes[-1].endswith("rows are held out for the test")
 
 
 def test_plans_of_nothing_are_refused(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def compare(folder: Path, out: Path, kind: str) -> None:
     [logits] = session.run(["logits"], {name: value.numpy() for name, value in rows.inputs.items()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(logits), model(**rows.inputs), rtol=1e-4, atol=1e-5)
-    text = out.with_suffix(".md").read_text()
+    text = out.with_name(f"{out.name}.md").read_text()
     assert f"float32 (rows, {'positions, ' if kind == 'tokens' else ''}3)" in text
 
 

@@ -99,6 +99,11 @@ def test_several_labels(client: Any) -> None:
     assert [one["probability"] > 0.5 for one in answer["top"]] == [True, False, False]
 
 
+def test_an_empty_text_is_refused(client: Any) -> None:
+    response = client.post("/predict", json={"inputs": ["a film", " "]})
+    assert (response.status_code, response.json()["detail"]) == (400, "input 2: empty text")
+
+
 @pytest.mark.parametrize("client", ["tokens"], indirect=True)
 def test_words(client: Any) -> None:
     first, second = client.post("/predict", json={"inputs": ["two words", ["a", "b", "c"]]}).json()["answers"]

@@ -241,6 +241,15 @@ def test_txt_to_predict(tmp_path: Path) -> None:
     assert (list(found.inputs), found.labels) == (["one\ttwo three", "four\tfive"], [])
 
 
+def test_a_line_without_a_tab_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "x\tone two\ny\tthree\noops\nx\tfour\n")
+    with pytest.raises(InputError, match=r"a.txt:3: expected a label, a tab and a text, found 0 tabs"):
+        read(path)
+    data = read(path, on_error="skip")
+    assert pairs(data.train) == [("one two", "x"), ("three", "y"), ("four", "x")]
+    assert data.notes[0].startswith(f"{path}: left out 1 of 4 rows: {path}:3: expected a label")
+
+
 # Labels that are no classes
 
 

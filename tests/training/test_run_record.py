@@ -58,7 +58,7 @@ def test_the_record_says_what_was_run_on_what_and_what_came_out(tmp_path: Path) 
     assert (told["classes"], told["rows"]) == (2, {"train": 60, "validation": 250, "test": 20})
     assert (told["loss"], told["delta"], told["skip"], told["seed"]) == ("as-softmax", 0.1, "solved", 3)
     _, model = load_model(tmp_path)
-    assert told["parameters"] == sum(value.numel() for value in model.state_dict().values())
+    assert told["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert found["provenance"]["versions"]["torch"] == torch.__version__
     (result,) = found["results"]
     metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())

@@ -16,6 +16,17 @@ INPUT = {"text": "text", "multilabel": "text", "tokens": "words", "image": "file
 TOP = "top"  # the column of a .jsonl file that has the first classes
 
 
+class _Top(list[dict[str, Any]]):
+    """The first classes of a row: a list, and in tables of one value a cell columns of their own."""
+
+    def columns(self) -> dict[str, Any]:
+        """Of such tables, with what they hold."""
+        cells: dict[str, Any] = {}
+        for place, one in enumerate(self, 1):
+            cells[f"label_{place}"], cells[f"probability_{place}"] = one["label"], one["probability"]
+        return cells
+
+
 class Answer(NamedTuple):
     """What a model says to a row."""
 
@@ -36,10 +47,13 @@ def table_rows(task: Task, examples: Examples, answers: Iterable[Answer]) -> Ite
         cells["prediction"] = answer.prediction
         if answer.probability is not None:
             cells["probability"] = _rounded(answer.probability)
+        taken = dict(cells)
         if answer.top:
-            cells[TOP] = [{"label": label, "probability": _rounded(p)} for label, p in answer.top]
+            cells[TOP] = top = _Top({"label": label, "probability": _rounded(p)} for label, p in answer.top)
+            taken |= {TOP: top, **top.columns()}
         for name, column in examples.others.items():
-            cells[_free(name, cells)] = column[row]
+            free = _free(name, taken)
+            cells[free] = taken[free] = column[row]
         yield cells
 
 
@@ -62,9 +76,8 @@ def _flat(row: Mapping[str, Any], between: str) -> dict[str, Any]:
     """A row with one value a cell."""
     cells: dict[str, Any] = {}
     for name, value in row.items():
-        if name == TOP and isinstance(value, list):
-            for place, one in enumerate(value, 1):
-                cells[f"label_{place}"], cells[f"probability_{place}"] = one["label"], one["probability"]
+        if isinstance(value, _Top):
+            cells |= value.columns()
         elif isinstance(value, list) and all(isinstance(one, str | float) for one in value):
             cells[name] = between.join(map(str, value))
         else:

@@ -18,6 +18,7 @@ from softsieve.cli.errors import one_line
 from softsieve.cli.script import CONFIG_HELP, LENGTH_HELP
 from softsieve.comparisons.output import beside
 from softsieve.errors import InputError
+from softsieve.tasks.presets import PRESETS
 
 if TYPE_CHECKING:
     from softsieve.comparisons.losses import Job, Outcome
@@ -84,6 +85,9 @@ def compare(
             data_dir=data_dir,
             overrides={**overrides, "precision": precision, "graphs": graphs},
         )
+        for name in dict.fromkeys(job.task for job in jobs if job.task not in PRESETS):
+            for note in suite.read_task(name, str(data_dir)).notes:
+                console.print(note, highlight=False, markup=False)
         with only_one(beside(out, ".runs"), "comparing"):
             found = tuning.Search(jobs, [], [])
             if search is not None:

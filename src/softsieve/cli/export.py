@@ -31,7 +31,7 @@ def export(
 
             error = export_onnx(model, out)
             found = f"onnxruntime says what torch says, {error:.0e} off where {TOLERANCE:.0e} is let pass"
-            plain_console().print(f"{out}: {found}; how to call it: {out.with_suffix('.md')}")
+            plain_console().print(f"{out}: {found}; how to call it: {out.with_name(f'{out.name}.md')}")
         else:
             from softsieve.integrations.transformers_folder import export_transformers
 

@@ -94,8 +94,8 @@ class Options:
         "am-softmax; multi-label: as-softmax, softmax (ZLPR), bce, focal-bce or asymmetric",
         "as-softmax",
     )
-    epochs: float | None = _training("passes over the data; 3, and more for the built-in models")
-    lr: float | None = _training("peak of the learning rate; 5e-5, and more for the built-in models")
+    epochs: float | None = _training("passes over the data; as many as rows and model want")
+    lr: float | None = _training("peak of the learning rate; what the model wants, 1e-4 or 5e-5 for an encoder")
     batch_size: int | None = _training("rows of a batch on each process")
     eval_batch_size: int | None = _training("rows of a batch in evaluation", min=1)
     weight_decay: float = _training("of AdamW; 0.01", 0.01)

@@ -20,7 +20,7 @@ from softsieve.cli.script import CONFIG_HELP
 from softsieve.cli.train import metrics_table
 from softsieve.errors import InputError
 from softsieve.tasks.examples import Examples, media_kind
-from softsieve.tasks.read import line_inputs, read_inputs
+from softsieve.tasks.read import read_inputs, read_lines
 from softsieve.tasks.reading import unseen_note
 from softsieve.tasks.rows import Rows
 from softsieve.tasks.task import Task
@@ -118,6 +118,7 @@ def _read(task: Task, data: str | None, texts: list[str], columns: dict[str, Any
     single = data is not None and INPUT[task.kind] == "file" and media_kind(data) is not None
     if data is not None and data != "-" and not single:
         return read_inputs(data, task.kind, **columns, **how)
+    each = {name: how[name] for name in ("on_error", "workers", "progress")}
     for name, value in columns.items():
         if value is not None:
             raise InputError(
@@ -126,9 +127,9 @@ def _read(task: Task, data: str | None, texts: list[str], columns: dict[str, Any
     if data is None and INPUT[task.kind] == "file":
         raise InputError(f"text: expected --data with a model of {task.kind}, found --text")
     if data is None:
-        return line_inputs([(f"text {number}", text) for number, text in enumerate(texts, 1)], task.kind)
+        return read_lines([(f"text {number}", text) for number, text in enumerate(texts, 1)], task.kind, **each)
     if single:
-        return line_inputs([(data, data)], task.kind)
+        return read_lines([(data, data)], task.kind, **each)
     try:
         lines = sys.stdin.buffer.read().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -136,7 +137,7 @@ def _read(task: Task, data: str | None, texts: list[str], columns: dict[str, Any
     places = [(f"standard input:{number}", line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not places:
         raise InputError("standard input: no lines")
-    return line_inputs(places, task.kind)
+    return read_lines(places, task.kind, **each)
 
 
 class _Answering:

@@ -53,7 +53,7 @@ class ScriptCommand(TyperCommand):
         flags = {name for p in self.params if getattr(p, "is_flag", False) for name in p.opts}
         with one_line():
             plain = list(plain_arguments(args, flags, self.rename))
-            return super().parse_args(ctx, [*self._from_config(plain, flags), *plain])
+            return super().parse_args(ctx, [*self._from_config(ctx, plain, flags), *plain])
 
     def rename(self, name: str) -> str:
         """The one name of an option of this command, "" for an argument that stands for itself."""
@@ -64,7 +64,7 @@ class ScriptCommand(TyperCommand):
         one = next((one for one in NAMES.get(name, ()) if one in options | arguments), name)
         return "" if one in arguments else one
 
-    def _from_config(self, plain: Sequence[str], flags: set[str]) -> list[str]:
+    def _from_config(self, ctx: Any, plain: Sequence[str], flags: set[str]) -> list[str]:
         """Arguments that the file says and the command line does not."""
         place = next((after for name, after in pairwise(plain) if name == CONFIG), None)
         place = next((one.partition("=")[2] for one in plain if one.startswith(f"{CONFIG}=")), place)
@@ -72,6 +72,8 @@ class ScriptCommand(TyperCommand):
         if place is None or CONFIG not in {name for p in self.params for name in p.opts}:
             return []
         given = {one.partition("=")[0].replace("--no-", "--") for one in plain}
+        said = self.make_parser(ctx).parse_args(list(plain))[0]
+        given |= {p.name for p in self.params if p.param_type_name == "argument" and said.get(p.name)}
         arguments: list[str] = []
         for key, value in read_config(Path(place)).items():
             name = self.rename("--" + key.replace("_", "-")) or key

@@ -35,8 +35,8 @@ def serve(
         with listening(host, port) as listener:  # before the model is loaded: who has the port is known at once
             served = ServedModel(model, device=place)
             address, number = listener.getsockname()[:2]
-            place = f"[{address}]" if ":" in address else address
-            plain_console().print(f"{model}: http://{place}:{number} (POST /predict; GET /health; / in a browser)")
+            shown = f"[{address}]" if ":" in address else address
+            plain_console().print(f"{model}: http://{shown}:{number} (POST /predict; GET /health; / in a browser)")
             server = uvicorn.Server(uvicorn.Config(make_app(served), log_level="warning"))
             server.run(sockets=[listener])
 

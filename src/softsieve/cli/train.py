@@ -300,9 +300,6 @@ def _draw(console: Console, output: Path, task: Task, rows: Rows | None, decided
     """The confusion matrix, where a row has one label."""
     if task.kind in ("multilabel", "tokens") or rows is None or decided is None or not is_main_process():
         return
-    drawn, classes = (
-        confusion_matrix_png(output / CONFUSION, rows.target.cpu(), decided.cpu(), task.labels),
-        task.labels,
-    )
-    some = f" (the {drawn} of {len(classes):,} that are mistaken most)" if drawn < len(classes) else ""
+    drawn = confusion_matrix_png(output / CONFUSION, rows.target.cpu(), decided.cpu(), task.labels)
+    some = f" (the {drawn} of {len(task.labels):,} that are mistaken most)" if drawn < len(task.labels) else ""
     console.print(f"which classes are mistaken{some}: {output / CONFUSION}")

@@ -79,7 +79,7 @@ def export_onnx(folder: Path, out: Path) -> float:
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     text = _describe(task, out, error)
-    replace_file(out.with_suffix(".md"), lambda part: part.write_text(text, encoding="utf-8"))
+    replace_file(out.with_name(f"{out.name}.md"), lambda part: part.write_text(text, encoding="utf-8"))
     replace_file(out, lambda part: part.write_bytes(content))
     return error
 
@@ -173,7 +173,8 @@ def _metadata(task: Task) -> dict[str, str]:
     return {
         "labels": json.dumps(task.labels, ensure_ascii=False),
         "kind": task.kind,
-        "decision": _DECISION.get(task.kind, "the largest logit; softmax gives probabilities"),
+        "decision": _DECISION.get(task.kind, "the largest logit; softmax gives probabilities")
+        + ("; a row without any has that of the largest logit" if task.least else ""),
         "preprocessing": json.dumps({"encoder": type(task.encoder).__name__, **settings}),
         "softsieve": __version__,
     }

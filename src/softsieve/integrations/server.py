@@ -18,6 +18,7 @@ from torch import Tensor
 
 from softsieve import __version__
 from softsieve.errors import InputError, shown
+from softsieve.tasks.columns import read_input
 from softsieve.tasks.examples import MEDIA, Examples
 from softsieve.training.run import load_model
 from softsieve.training.serving import answer, decide, probabilities
@@ -59,7 +60,7 @@ class ServedModel:
             if self.task.kind == "tokens":
                 decided = decide(self.task, self.model, rows)
                 words = probabilities(self.task, self.model, rows)
-                best = [[self._name(*word.topk(top)[::-1]) for word in row] for row in words]
+                best: list[Any] = [[self._name(*word.topk(top)[::-1]) for word in row] for row in words]
             else:
                 decided, classes, found = answer(self.task, self.model, rows, k=top)
                 best = [self._name(*pair)[:top] for pair in zip(classes.cpu(), found.cpu(), strict=True)]
@@ -147,13 +148,13 @@ def _decode(value: Any, kind: str, where: str) -> Any:
             raise InputError(f"{where}: expected a text or a list of words, found {shown(value)}")
         if sum(map(len, words)) > LONGEST_TEXT:
             raise InputError(f"{where}: expected at most {LONGEST_TEXT} characters")
-        return words
+        return read_input(words, kind, where, Path())
     if not isinstance(value, str):
         raise InputError(f"{where}: expected {'base64 of a file' if kind in MEDIA else 'a text'}, found {shown(value)}")
     if kind not in MEDIA:
         if len(value) > LONGEST_TEXT:
             raise InputError(f"{where}: expected at most {LONGEST_TEXT} characters, found {len(value)}")
-        return value
+        return read_input(value, kind, where, Path())
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):

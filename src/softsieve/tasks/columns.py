@@ -38,12 +38,19 @@ def table_inputs(table: Table, kind: str, wanted: Wanted) -> Examples:
     A column of labels with gaps is one of the others.
     """
     label = find_labels(table, wanted)
-    answers = table.columns[label] if label is not None else [None]
     column = _input_column(table, kind, wanted.text_column, label)
-    blank = [value is None or not str(value).strip() for value in answers]
-    if not ((None not in answers and not all(blank)) if kind == "multilabel" else not any(blank)):
-        label = None
+    if label is not None and not _are_labels(table.columns[label], kind):
+        skips = wanted.how.on_error == "skip"  # rows with gaps may be among those
+        kept = _read_rows(table, kind, column, None, Reading("skip"), others=True).others if skips else table.columns
+        label = label if skips and _are_labels(kept[label], kind) else None
     return _read_rows(table, kind, column, label, wanted.how, others=True)
+
+
+def _are_labels(cells: Iterable[Any], kind: str) -> bool:
+    """Whether every row has a label; of multi-label rows, a cell, and any of them a label."""
+    cells = list(cells)
+    blank = [value is None or not str(value).strip() for value in cells]
+    return None not in cells and not all(blank) if kind == "multilabel" else not any(blank)
 
 
 def _read_rows(

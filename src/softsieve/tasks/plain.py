@@ -11,36 +11,45 @@ from softsieve.tasks.tables import Table
 from softsieve.tasks.texts import Column, Places
 
 MARK = "__label__"  # before a label, with fastText
+MANY = 1000  # lines after which a file is known
 
 
 def read_plain(path: Path, how: Reading, *, strict: bool = False) -> Table | None:
     """Labels and texts of a .txt file whose content tells which is which; None when it does not.
 
-    Lines of fastText begin with "__label__name". Otherwise every line must have one tab, one side of which holds texts
+    Lines of fastText begin with "__label__name". Otherwise most lines must have one tab, one side of which holds texts
     (some with a space): the labels are on the side that has fewer different ones, the left if both have as many.
-    Words and tags of CoNLL files have no spaces. With ``strict`` a label must come twice: texts may have a tab.
+    Lines with another number of tabs are bad ones. Words and tags of CoNLL files have no spaces. With ``strict`` every
+    line must have a tab and a label must come twice: texts may have tabs.
     """
-    lines, spaces = 0, 0
+    lines, odd, spaces = 0, 0, 0
     sides: tuple[set[str], set[str]] = set(), set()
     for _, line in iter_lines(path, Reading(encoding=how.encoding)):
         lines += 1
         if lines == 1 and line.startswith(MARK):
             return _read_fasttext(path, how)
         if line.count("\t") != 1:
-            return None
+            odd += 1
+            if strict or (lines > MANY and 2 * odd > lines):
+                return None
+            continue
         left, right = line.split("\t")
         spaces += " " in left.strip() or " " in right.strip()
         sides[0].add(left)
         sides[1].add(right)
     label = int(len(sides[1]) < len(sides[0]))
-    if not spaces or (strict and len(sides[label]) == lines):
+    if not spaces or 2 * odd >= lines or (strict and len(sides[label]) == lines):
         return None
     texts, labels, numbers = Column(), Column(), array("q")
     for number, line in iter_lines(path, how):
         fields = line.split("\t")
+        if len(fields) != 2:
+            how.refuse(f"{path}:{number}: expected a label, a tab and a text, found {len(fields) - 1} tabs")
+            continue
         labels.append(fields[label])
         texts.append(fields[1 - label])
         numbers.append(number)
+    how.say_left_out(path, len(numbers))
     return Table(str(path), {"label": labels.finish(), "text": texts.finish()}, Places(str(path), numbers), path.parent)
 
 

@@ -150,18 +150,36 @@ def _read_questions(path: Path, kind: str, wanted: Wanted) -> Examples:
         wanted.expect_no_columns(path)
         if kind == "tokens":
             return read_conll(path, how, tags=False)
-        return line_inputs(((f"{path}:{number}", line) for number, line in iter_lines(path, how)), kind, path.parent)
+        lines = ((f"{path}:{number}", line) for number, line in iter_lines(path, how))
+        return line_inputs(lines, kind, path.parent, how)
     if path.is_file() and is_table(path):
         return table_inputs(read_table(path, how), kind, wanted)
     return _read_part(path, "test", wanted).examples
 
 
-def line_inputs(lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path()) -> Examples:
+def read_lines(
+    lines: Iterable[tuple[str, str]], kind: str, *, on_error: str = "stop", workers: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Examples:  # fmt: skip
+    """What a trained model is to answer, from places and lines; the arguments are those of `read_inputs`."""
+    how = Reading(on_error, progress=progress)
+    examples = _drop_broken(Part(kind, line_inputs(lines, kind, how=how)), how, workers).examples
+    return examples._replace(notes=tuple(how.notes))
+
+
+def line_inputs(
+    lines: Iterable[tuple[str, str]], kind: str, folder: Path = Path(), how: Reading | None = None
+) -> Examples:  # fmt: skip
     """Examples without labels from places and lines: texts, words between spaces, or names of files in the folder."""
+    how = Reading() if how is None else how
     inputs, places = list[Any](), list[str]()
     for where, line in lines:
-        inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
-        places.append(where)
+        try:
+            inputs.append(read_input(line.split() if kind == "tokens" else line, kind, where, folder))
+            places.append(where)
+        except InputError as error:
+            how.refuse(error)
+    how.say_left_out("lines", len(inputs))
     return Examples(inputs, [], places)
 
 

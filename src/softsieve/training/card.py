@@ -136,7 +136,11 @@ def _loading(task: Task, reason: str | None) -> list[str]:
         command = "softsieve predict FOLDER --data FILES"
     lines = ["```console", f"$ {command}", "$ softsieve serve FOLDER", "```", ""]
     if reason is not None:
-        export = " `softsieve export FOLDER --to transformers` writes one with the code." if "mean" in reason else ""
+        export = (
+            " `softsieve export FOLDER --to transformers --out OTHER` writes one with the code."
+            if "mean" in reason
+            else ""
+        )
         return [*lines, f"transformers has no class for it: {reason}.{export}"]
     example = '"a text"' if task.kind != "tokens" else '"some words"'
     return [

@@ -27,7 +27,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "fsdd": {"epochs": 8, "batch_size": 64, "learning_rate": 3e-3},
     "sighan15": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3},
     "conll2003": {"epochs": 8, "batch_size": 32, "learning_rate": 3e-3, "metric": "entity_f1"},
-    "goemotions": {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
+    "goemotions": {"epochs": 4, "batch_size": 64, "learning_rate": 3e-3, "delta": 0.7, "metric": "micro_f1"},
     "reuters": {"epochs": 10, "batch_size": 64, "learning_rate": 1e-2, "delta": 0.7, "metric": "micro_f1"},
     "eurlex57k": {"epochs": 4, "batch_size": 64, "learning_rate": 1e-2, "delta": 0.7, "metric": "micro_f1"},
 }

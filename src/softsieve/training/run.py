@@ -133,7 +133,7 @@ def train(
             "kind": task.kind,
             "classes": len(task.labels),
             "labels": task.labels[:SHOWN_CLASSES],
-            "parameters": sum(value.numel() for value in weights.values()),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
             "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
             **settings.asdict(),
         }
