@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import tempfile
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, overload
@@ -12,9 +13,22 @@ import numpy as np
 
 from softsieve.errors import InputError, first_line
 
-IN_MEMORY = 2**24  # bytes of a column that are kept in memory; beyond, a file of the system's folder for such is mapped
+IN_MEMORY = 2**24  # bytes of a column that are kept in memory; beyond, they are in a temporary file
 
-RELEASED = 512  # texts that are read before mapped pages are given back; each maps up to 64 kB around it
+
+class Spilled:
+    """The bytes of a file, read where they are asked for: mapped, they would count as memory page by page, or all."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._lock = file, threading.Lock()
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, size = part.start, part.stop - part.start
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), size, start)
+        with self._lock:  # Windows
+            self._file.seek(start)
+            return self._file.read(size)
 
 
 class Texts(Sequence[Any]):
@@ -26,9 +40,8 @@ class Texts(Sequence[Any]):
         ('three', None, 3, ['three', 'one'])
     """
 
-    def __init__(self, content: bytes | mmap.mmap, starts: Any, ends: Any) -> None:
+    def __init__(self, content: bytes | Spilled, starts: Any, ends: Any) -> None:
         self._content, self._starts, self._ends = content, starts, ends
-        self._reads = 0  # since mapped pages were given back
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -41,21 +54,11 @@ class Texts(Sequence[Any]):
         if isinstance(row, slice):
             return Texts(self._content, self._starts[row], self._ends[row])
         start, end = int(self._starts[row]), int(self._ends[row])
-        self._release()
         return None if end < 0 else self._content[start:end].decode()
 
     def __iter__(self) -> Iterator[Any]:
         for start, end in zip(self._starts.tolist(), self._ends.tolist(), strict=True):
-            self._release()
             yield None if end < 0 else self._content[start:end].decode()
-
-    def _release(self) -> None:
-        """Give pages of a mapped file back to the system from time to time: it keeps them as long as there is room."""
-        self._reads += 1
-        if self._reads >= RELEASED:
-            self._reads = 0
-            if isinstance(self._content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                self._content.madvise(mmap.MADV_DONTNEED)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
@@ -123,7 +126,7 @@ class Column:
     def _flush(self) -> None:
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="softsieve-")  # noqa: SIM115, the mapping outlives it
+                self._file = tempfile.TemporaryFile(prefix="softsieve-")  # noqa: SIM115, the column keeps it
             self._file.write(self._buffer)
             self._file.flush()
         except OSError as error:
@@ -135,11 +138,9 @@ class Column:
         """All cells."""
         if self._cells is not None:
             return self._cells
-        content: bytes | mmap.mmap = bytes(self._buffer)
         if self._file is not None:
             self._flush()
-            content = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._file.close()
+        content = bytes(self._buffer) if self._file is None else Spilled(self._file)
         return Texts(content, np.array(self._starts, np.int64), np.array(self._ends, np.int64))
 
 
