@@ -91,7 +91,7 @@ def test_places_and_picked_examples() -> None:
 
 def test_texts_of_a_file_where_bytes_cannot_be_read_at_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IN_MEMORY", 8)
-    monkeypatch.delattr(module.os, "pread")  # as on Windows
+    monkeypatch.delattr("os.pread")  # as on Windows
     column = make_column(CELLS)
     assert list(column) == CELLS
     assert column[4] == CELLS[4]
