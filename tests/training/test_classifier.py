@@ -97,8 +97,8 @@ def test_an_encoder_is_trained_and_saved(tmp_path: Path, tiny_bert: Path) -> Non
     classifier.save(tmp_path / "mine")
     assert Classifier.load(tmp_path / "mine").score(TEXTS, LABELS) == classifier.score(TEXTS, LABELS) > 0.9
     whole = Classifier(str(tiny_bert), epochs=1, pooling="model").fit(TEXTS, LABELS)
-    assert whole.task_.reason_against_transformers(whole.task_.objective) is None
-    assert classifier.task_.reason_against_transformers(classifier.task_.objective) is not None
+    assert whole.task_.reason_against_transformers(whole._objective) is None
+    assert classifier.task_.reason_against_transformers(classifier._objective) is not None
     whole.save(tmp_path / "whole")
     assert "model: bert" in (tmp_path / "whole" / "README.md").read_text()
 
@@ -181,7 +181,8 @@ def test_columns_of_flags_keep_their_order(tmp_path: Path) -> None:
         classifier.score(texts, flags.to_numpy()[:, 1:])
     task = tmp_path / "model" / "task.json"
     content = json.loads(task.read_text())
-    for wrong in ([2, 0], [2, 0, 0], [2, 0, True], [1, 2, 3], "x", {}):
+    damaged: list[Any] = [[2, 0], [2, 0, 0], [2, 0, True], [1, 2, 3], "x", {}]
+    for wrong in damaged:
         task.write_text(json.dumps({**content, "columns": wrong}))
         with pytest.raises(InputError, match="columns: expected the numbers from 0 to 2 in any order"):
             Classifier.load(tmp_path / "model")
