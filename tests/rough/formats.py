@@ -216,9 +216,12 @@ def model(folder: Path) -> Prepared:
     inputs, labels = [list(some) for some in zip(*texts, strict=True)]
     kinds = {"text": Examples(inputs, labels, places)}
     kinds["tokens"] = Examples([text.split() for text in inputs], [[label, "O"] for label in labels], places)
+    kinds["multilabel"] = Examples(inputs, [[str(label == "good")] for label in labels], places)
     encoded = {}
     for kind, examples in kinds.items():
         task = Task.build(Data("d", kind, examples, None, None))
+        if kind == "multilabel":
+            task.bool_labels, task.columns = True, [1, 0]
         train(task, encode(task, examples, None, None), Settings(epochs=1, batch_size=6), output=folder / kind)
         encoded[kind] = examples
 
@@ -226,7 +229,9 @@ def model(folder: Path) -> Prepared:
         place = path.parent.parent
         task, net = load_model(place)
         rows = task.rows(encoded[place.name]._replace(labels=[]))
-        return task.labels, task.predictions(decide(task, net, rows), rows)
+        expect(task.columns is None or sorted(task.columns) == [0, 1], "columns that are not there")
+        expect(not task.bool_labels or sorted(task.labels) == ["False", "True"], "booleans of other names")
+        return task.labels, task.columns, task.predictions(decide(task, net, rows), rows)
 
     files: dict[Path, Sequence[Mutation]] = {}
     for kind in kinds:

@@ -65,13 +65,87 @@ def test_lists_flags_and_tags() -> None:
     flags = np.array([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
     given = object_examples(TEXTS, flags, NOTHING)
     assert (given.part.examples.labels, given.part.labels) == ([["0", "1"], [], ["0"]], ["0", "1", "2"])
-    assert (given.whole, given.flags) == (True, True)
+    assert (given.whole, given.columns) == (True, ["0", "1", "2"])
     given = object_examples(TEXTS, pandas.DataFrame(flags, columns=["a", "b", "c"]), NOTHING)
     assert (given.part.examples.labels, given.part.labels) == ([["a", "b"], [], ["a"]], ["a", "b", "c"])
     words = [np.array(text.split()) for text in TEXTS]
     given = object_examples(words, [("O", "B")] * 3, NOTHING)
     assert given.part.kind == "tokens"
     assert given.part.examples.inputs == [text.split() for text in TEXTS]
+
+
+def test_flags_keep_the_order_of_their_columns() -> None:
+    flags = pandas.DataFrame({"tech": [1, 0, 0], " food": [1, 1, 0], "sport": [0, 0, 1]})
+    given = object_examples(TEXTS, flags, NOTHING)
+    assert given.columns == ["tech", "food", "sport"]
+    assert given.part.examples.labels == [["tech", "food"], ["food"], ["sport"]]
+    assert not given.whole
+    named = object_examples(TEXTS, flags.to_numpy(), NOTHING, columns=given.columns)
+    assert named == given
+    again = object_examples(TEXTS, flags[["sport", "tech", " food"]], NOTHING, columns=given.columns)
+    assert [sorted(row) for row in again.part.examples.labels] == [["food", "tech"], ["food"], ["sport"]]
+    with pytest.raises(InputError, match="y: expected 3 columns, one a label, found 2"):
+        object_examples(TEXTS, flags.to_numpy()[:, :2], NOTHING, columns=given.columns)
+    with pytest.raises(InputError, match="y: expected every column name once, found 'a', 'a', 'b'"):
+        object_examples(TEXTS, flags.set_axis(["a", "a ", "b"], axis=1), NOTHING)
+    with pytest.raises(InputError, match="y: expected labels that are strings or whole numbers, found both"):
+        object_examples(TEXTS, flags.set_axis(["a", 1, 2], axis=1), NOTHING)
+
+
+@pytest.mark.parametrize("row", [list, tuple, np.array, lambda row: [one == 1 for one in row]])
+def test_lists_of_flags(row: Any) -> None:
+    rows = [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    expected = object_examples(TEXTS, np.array(rows), NOTHING)
+    given = object_examples(TEXTS, [row(one) for one in rows], NOTHING)
+    assert given == expected
+    frame = pandas.DataFrame({"text": TEXTS, "label": [row(one) for one in rows]})
+    assert object_examples(frame, None, NOTHING) == object_examples(frame, "label", NOTHING) == expected
+    assert object_examples(TEXTS, [row(one) for one in rows], NOTHING, flags=False).columns is None
+
+
+def test_lists_that_may_be_flags() -> None:
+    either = [[0, 1], [1, 0], [0, 1]]
+    with pytest.raises(InputError, match=r"y: .* an array of 0 and 1 .* may be either, such as \[0, 1\]; give numpy"):
+        object_examples(TEXTS, either, NOTHING)
+    given = object_examples(TEXTS, either, NOTHING, flags=True)
+    assert (given.columns, given.part.examples.labels) == (["0", "1"], [["1"], ["0"], ["1"]])
+    given = object_examples(TEXTS, either, NOTHING, flags=False)
+    assert (given.columns, given.part.examples.labels) == (None, [["0", "1"], ["1", "0"], ["0", "1"]])
+    assert object_examples(TEXTS, [[0, 0], *either[1:]], NOTHING).columns == ["0", "1"]
+    for labels in ([[0, 1], [0], [1]], [[0, 1, 2], [0, 1, 1], [1, 1, 1]], [["0", "1", "1"]] * 3, [[0], [1], [0]]):
+        assert object_examples(TEXTS, labels, NOTHING).columns is None
+    words = [["a", "film"]] * 3
+    given = object_examples(words, [[0, 0], [0, 1], [1, 1]], NOTHING)  # a tag a word
+    assert (given.part.kind, given.columns, given.part.examples.labels[0]) == ("tokens", None, ["0", "0"])
+
+
+@pytest.mark.parametrize("make", [list, np.array, pandas.Series, lambda x: pandas.array(x, dtype="boolean")])
+def test_booleans(make: Any) -> None:
+    given = object_examples(TEXTS, make([True, False, True]), NOTHING)
+    assert (given.part.examples.labels, given.whole, given.truth) == (["True", "False", "True"], False, True)
+    frame = pandas.DataFrame({"text": TEXTS, "label": make([True, False, True])})
+    assert object_examples(frame, None, NOTHING) == given
+
+
+def test_columns_of_any_name() -> None:
+    frame = pandas.DataFrame({"X": TEXTS, "y": LABELS})
+    for labels in ("y", LABELS, frame["y"]):
+        given = object_examples(frame, labels, NOTHING)
+        assert (given.part.examples.inputs, given.part.examples.labels) == (TEXTS, LABELS)
+    assert object_examples(frame, None, Wanted(None, "X", "y")) == given
+    assert object_inputs(frame, "text", Wanted(None, None, "y")).inputs == TEXTS
+    texts = pandas.DataFrame({"y": TEXTS, "y'": [1, 2, 3]})  # under the name of the argument
+    for wanted in (NOTHING, Wanted(None, "y", None)):
+        given = object_examples(texts, LABELS, wanted)
+        assert (given.part.examples.inputs, given.part.examples.labels) == (TEXTS, LABELS)
+    with pytest.raises(InputError, match="X: no column of labels found among 'X', 'y'; give label_column"):
+        object_examples(frame, None, NOTHING)
+    twice = pandas.DataFrame([["a", "b", 1]] * 3, columns=["text", "text", "label"])
+    for call in (lambda: object_examples(twice, None, NOTHING), lambda: object_inputs(twice, "text", NOTHING)):
+        with pytest.raises(InputError, match="X: expected every column name once, found 'text', 'text', 'label'"):
+            call()
+    with pytest.raises(InputError, match="X: expected every column name once, found '1', '1'"):
+        object_examples({"1": TEXTS, 1: LABELS}, None, NOTHING)
 
 
 def test_images(tmp_path: Path) -> None:
@@ -125,6 +199,7 @@ def test_sounds() -> None:
         (TEXTS, LABELS[:2], InputError, "y: expected 3 labels, one a row, found 2"),
         (TEXTS, 3, TypeError, "y: expected a list, .* found int"),
         (TEXTS, ["yes", 1, "no"], InputError, "y: expected labels that are strings or whole numbers, found both"),
+        (TEXTS, [True, 1, False], InputError, "y: expected labels that are True and False or whole numbers, found"),
         (TEXTS, ["yes", None, "no"], InputError, r"X\[1\]: column 'y': empty label"),
         (TEXTS, pandas.Series(["yes", pandas.NA, "no"]), InputError, r"X\[1\]: column 'y': empty label"),
         (TEXTS, np.array([0.5, 1, 2]), InputError, r"X\[0\]: column 'y': expected a label, found 0.5"),

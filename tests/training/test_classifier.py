@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 
 from sklearn.base import clone, is_classifier
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import FunctionTransformer
 
@@ -96,6 +96,11 @@ def test_an_encoder_is_trained_and_saved(tmp_path: Path, tiny_bert: Path) -> Non
     classifier = Classifier(str(tiny_bert), epochs=30, learning_rate=1e-2, validation_share=0.2).fit(TEXTS, LABELS)
     classifier.save(tmp_path / "mine")
     assert Classifier.load(tmp_path / "mine").score(TEXTS, LABELS) == classifier.score(TEXTS, LABELS) > 0.9
+    whole = Classifier(str(tiny_bert), epochs=1, pooling="model").fit(TEXTS, LABELS)
+    assert whole.task_.reason_against_transformers(whole._objective) is None
+    assert classifier.task_.reason_against_transformers(classifier._objective) is not None
+    whole.save(tmp_path / "whole")
+    assert "model: bert" in (tmp_path / "whole" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -146,8 +151,114 @@ def test_any_number_of_labels(tmp_path: Path) -> None:
     other = Classifier(epochs=25).fit(TEXTS, flags)
     assert np.array_equal(other.predict(TEXTS), flags)
     assert other.score(TEXTS, flags) == 1
+    assert np.array_equal(Classifier(epochs=25).fit(TEXTS, flags.tolist()).predict(TEXTS), flags)
+    assert other.score(TEXTS, flags.tolist()) == 1
     other.save(tmp_path / "model")
-    assert Classifier.load(tmp_path / "model").predict(TEXTS[:1]) == [[0, 1]]
+    loaded = Classifier.load(tmp_path / "model")
+    assert np.array_equal(loaded.predict(TEXTS), flags)
+    assert loaded.score(TEXTS[:2], [[1, 1], [1, 0]]) == 1
+    assert classifier.score(TEXTS, flags) == 1  # in the order of classes_
+
+
+def test_columns_of_flags_keep_their_order(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    words = {"tech": "chip", "food": "bread", "sport": "goal"}
+    sets = [("tech",), ("food", "sport"), ("sport",), ("tech", "food"), ()]
+    texts = [f"{' '.join(words[one] for one in sets[i % 5])} and {i}" for i in range(100)]
+    flags = pandas.DataFrame({name: [int(name in sets[i % 5]) for i in range(100)] for name in words})
+    held_out = texts[:20], flags.to_numpy()[:20]  # in the same order
+    classifier = Classifier(epochs=15).fit(texts, flags, validation=held_out)
+    assert classifier.metrics_["micro_f1"] == 1
+    classifier.save(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "task.json").read_text())["columns"] == [2, 0, 1]
+    for one in (classifier, Classifier.load(tmp_path / "model")):
+        assert one.classes_.tolist() == ["tech", "food", "sport"]
+        assert np.array_equal(one.predict(texts), flags)
+        assert np.array_equal(one.predict_proba(texts) > 0.5, flags)
+        for answers in (flags, flags.to_numpy(), flags[["sport", "tech", "food"]]):
+            assert one.score(texts, answers) == 1
+    with pytest.raises(InputError, match="y: expected 3 columns, one a label, found 2"):
+        classifier.score(texts, flags.to_numpy()[:, 1:])
+    task = tmp_path / "model" / "task.json"
+    content = json.loads(task.read_text())
+    damaged: list[Any] = [[2, 0], [2, 0, 0], [2, 0, True], [1, 2, 3], "x", {}]
+    for wrong in damaged:
+        task.write_text(json.dumps({**content, "columns": wrong}))
+        with pytest.raises(InputError, match="columns: expected the numbers from 0 to 2 in any order"):
+            Classifier.load(tmp_path / "model")
+    del content["columns"]  # as earlier versions wrote it
+    task.write_text(json.dumps(content))
+    assert Classifier.load(tmp_path / "model").predict(texts[:1]) == [["tech"]]
+
+
+@pytest.mark.parametrize("make", [list, np.array])
+def test_booleans_come_back_as_booleans(tmp_path: Path, make: Any) -> None:
+    answers = make([label == "pos" for label in LABELS])
+    classifier = Classifier(epochs=4).fit(TEXTS, answers)
+    classifier.save(tmp_path / "model")
+    for one in (classifier, Classifier.load(tmp_path / "model")):
+        assert one.classes_.tolist() == [False, True]
+        assert one.classes_.dtype == one.predict(TEXTS).dtype == np.bool_
+        assert np.array_equal(one.predict(TEXTS), answers)
+        assert np.array_equal(one.predict_proba(TEXTS)[:, 1] > 0.5, answers)
+        assert one.score(TEXTS, answers) == 1
+    task = tmp_path / "model" / "task.json"
+    task.write_text(task.read_text().replace('"True"', '"Yes"'))
+    with pytest.raises(InputError, match="bool_labels: expected true with the labels False and True"):
+        Classifier.load(tmp_path / "model")
+
+
+def test_frames_with_columns_of_any_name() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"X": TEXTS, "y": LABELS})
+    classifier = Classifier(epochs=4).fit(frame, "y")
+    assert classifier.predict(frame).tolist() == classifier.predict(frame[["X"]]).tolist() == LABELS
+    assert classifier.score(frame) == classifier.score(frame, "y") == classifier.score(frame, frame["y"]) == 1
+
+
+def test_classes_are_weighted(reviews: Path, tmp_path: Path) -> None:
+    texts, labels = TEXTS[:50] + TEXTS[50::2], LABELS[:50] + LABELS[50::2]
+    weights = {"pos": 1, "neg": 30}
+    asked: list[Any] = [None, "balanced", weights]
+    found = [Classifier(epochs=1, class_weights=one).fit(texts, labels) for one in asked]
+    means = [one.predict_proba(texts)[:, 0].mean() for one in found]
+    assert means[0] < means[1] < means[2]
+    by_number = Classifier(epochs=1, class_weights={1: 1, 0: 30}).fit(texts, [int(label == "pos") for label in labels])
+    by_truth = Classifier(epochs=1, class_weights={True: 1, False: 30}).fit(texts, [label == "pos" for label in labels])
+    for one in (by_number, by_truth):
+        assert equal_weights(one.model_.state_dict(), found[2].model_.state_dict())
+    assert clone(found[2]).class_weights == weights
+    path = tmp_path / "weights.json"
+    path.write_text(json.dumps(weights))
+    run("train", "--data", reviews, "--out", tmp_path / "run", "--quiet", "--epochs", 1, "--class_weights", path)
+    mine = Classifier(epochs=1, class_weights=weights).fit(TEXTS, LABELS)
+    assert equal_weights(load_model(tmp_path / "run")[1].state_dict(), mine.model_.state_dict())
+
+
+# The card
+
+
+def test_the_card_tells_of_data_model_and_settings(reviews: Path, tmp_path: Path) -> None:
+    classifier = fitted(seed=7)
+    classifier.save(tmp_path / "mine")
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "on data in memory (list) (rows: 72 train, 8 validation); model: built-in, " in card
+    assert "| epochs | 4 |" in card
+    assert "| seed | 7 |" in card
+    Classifier.load(tmp_path / "mine").save(tmp_path / "again")
+    assert (tmp_path / "again" / "README.md").read_text() == card
+    run("train", "--data", reviews, "--test-data", reviews, "--output_dir", tmp_path / "run", "--quiet", "--epochs", 1)
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        Classifier.load(folder).save(tmp_path / "again")
+        for name in ("README.md", "metrics.json", "task.json"):
+            written = (tmp_path / "again" / name).read_text()
+            assert written == (tmp_path / "run" / "model" / name).read_text()
+    again = Classifier.load(tmp_path / "again").fit(TEXTS, LABELS)
+    again.save(tmp_path / "again")
+    assert "data in memory (list)" in (tmp_path / "again" / "README.md").read_text()
+    (tmp_path / "mine" / "README.md").unlink()
+    Classifier.load(tmp_path / "mine").save(tmp_path / "bare")
+    assert "data that were not named" in (tmp_path / "bare" / "README.md").read_text()
 
 
 def test_a_tag_a_word() -> None:
@@ -218,7 +329,32 @@ def test_folds_pipelines_and_searches() -> None:
     assert search.predict(TEXTS[:2]).tolist() == LABELS[:2]
 
 
+def test_labels_that_training_has_not_seen_count_as_wrong() -> None:
+    classifier = fitted()
+    note = r"score: 2 of 4 rows have labels that training has not seen and count as wrong: 'so so' \(X\[1\]\)"
+    with pytest.warns(UserWarning, match=note) as said:
+        assert classifier.score(TEXTS[:4], ["pos", "so so", "pos", "so so"]) == 0.5
+    assert len(said) == 1
+    labels = [["here", "pos"] if i % 2 == 0 else ["here"] for i in range(80)]
+    several = Classifier(epochs=25).fit(TEXTS, labels)
+    with pytest.warns(UserWarning, match="score: 1 of 2 rows"):
+        assert several.score(TEXTS[:2], [["here", "pos"], ["here", "new"]]) == pytest.approx(6 / 7)
+    with pytest.warns(UserWarning, match="score: 1 of 40 rows"):  # a class of one row is not in one of the folds
+        assert (cross_val_score(Classifier(epochs=6), TEXTS, ["rare", *LABELS[1:]], cv=KFold(2)) > 0.9).any()
+
+
 # What is refused
+
+
+def test_a_label_of_its_own_in_every_row() -> None:
+    pandas = pytest.importorskip("pandas")
+    found = (
+        r"y: expected classes that several rows have, found a label of its own in every one of 80 rows \(.*\); give "
+    )
+    with pytest.raises(InputError, match=found + "as y the class of each row"):
+        Classifier().fit(TEXTS, [f"row {i}" for i in range(80)])
+    with pytest.raises(InputError, match=found + "label_column"):
+        Classifier().fit(pandas.DataFrame({"text": TEXTS, "label": [f"row {i}" for i in range(80)]}))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +370,11 @@ def test_folds_pipelines_and_searches() -> None:
         ({"max_length": 0}, ValueError, "max_length: expected an int in"),
         ({"device": "cuda:99"}, InputError, "device: expected one of cpu.* found 'cuda:99'"),
         ({"model": "/nowhere/at all"}, InputError, "/nowhere/at all"),
+        ({"pooling": "max"}, ValueError, "pooling: expected one of 'mean', 'model', found 'max'"),
+        ({"pooling": "mean"}, InputError, "pooling: expected with texts and a Hugging Face encoder, found with text"),
+        ({"class_weights": "even"}, TypeError, "class_weights: expected 'balanced' or weights by label, found 'even'"),
+        ({"class_weights": {"so so": 2}}, InputError, "class_weights: expected labels of the data, found 'so so'"),
+        ({"class_weights": {None: 2}}, TypeError, "class_weights: expected labels as str, found None"),
     ],
 )
 def test_parameters_that_cannot_be(options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -267,8 +408,6 @@ def test_use_before_training(tmp_path: Path) -> None:
 
 def test_what_it_is_asked_later(tmp_path: Path) -> None:
     classifier = fitted()
-    with pytest.raises(InputError, match=r"X\[1\]: the model does not know the label 'so so'"):
-        classifier.score(TEXTS[:2], ["pos", "so so"])
     with pytest.raises(InputError, match="y: expected 2 labels, one a row, found 1"):
         classifier.score(TEXTS[:2], ["pos"])
     with pytest.raises(InputError, match="y: expected a label for each of 2 rows, found none"):

@@ -64,15 +64,19 @@ class Task:
         counts: of multi-label data, how many training rows have each label, and last how many there are; where it is
             known, figures of merit are also told with labels weighted by their propensities.
         whole_labels: whether labels were given as whole numbers, not as strings of their digits.
+        bool_labels: whether labels were given as True and False.
+        columns: of multi-label data that were given as flags, the class of every column of theirs.
         least: of multi-label data, labels that every row is given, 0 or 1; the threshold is in the bias of the head.
     """
 
     def __init__(
         self, kind: str, labels: list[str], encoder: Encoder, *, filler: int = 0, objective: Objective | None = None,
         workers: int = 0, counts: list[int] | None = None, whole_labels: bool = False, least: int = 0,
+        bool_labels: bool = False, columns: list[int] | None = None,
     ) -> None:  # fmt: skip
         self.kind, self.labels, self.encoder, self.counts = kind, labels, encoder, counts
         self.whole_labels, self.least = whole_labels, least
+        self.bool_labels, self.columns = bool_labels, columns
         self.filler, self.objective, self.workers = filler, objective, workers
 
     @classmethod
@@ -246,6 +250,8 @@ class Task:
             "filler": self.filler,
             **({} if self.counts is None else {"counts": self.counts}),
             **({"whole_labels": True} if self.whole_labels else {}),
+            **({"bool_labels": True} if self.bool_labels else {}),
+            **({} if self.columns is None else {"columns": self.columns}),
             **({"least": self.least} if self.multilabel else {}),
             "model": "pretrained" if pretrained else "built-in",
             "encoder": {name: getattr(self.encoder, name) for name in self.encoder.settings},
@@ -289,6 +295,16 @@ class Task:
             "true with labels that are whole numbers, or nothing",
             lambda value: value is None or (value is True and _whole(labels)),
         )
+        bool_labels = field(
+            "bool_labels",
+            "true with the labels False and True, or nothing",
+            lambda value: value is None or (value is True and {*labels} <= {"False", "True"}),
+        )
+        columns = field(
+            "columns",
+            f"the numbers from 0 to {len(labels) - 1} in any order with any number of labels a row, or nothing",
+            lambda value: value is None or (kind == "multilabel" and _fit_columns(value, labels)),
+        )
         content.setdefault("least", 0)  # what earlier versions gave
         least = whole("least", 0, 1)
         pretrained = choice("model", ("built-in", "pretrained")) == "pretrained"
@@ -309,12 +325,19 @@ class Task:
         except (TypeError, ValueError, ImportError) as error:
             raise InputError(f"{path}: objective: {first_line(error)}") from None
         known = {"counts": counts, "whole_labels": bool(whole_labels), "least": least}
-        return cls(kind, labels, encoder, filler=filler, objective=objective, **known)
+        given = {"bool_labels": bool(bool_labels), "columns": columns}
+        return cls(kind, labels, encoder, filler=filler, objective=objective, **known, **given)
 
 
 def _whole(labels: list[str]) -> bool:
     """Whether labels are whole numbers, written as Python does."""
     return all(len(label) < 20 and re.fullmatch(r"0|-?[1-9][0-9]*", label, re.ASCII) for label in labels)
+
+
+def _fit_columns(value: Any, labels: list[str]) -> bool:
+    """Whether they are all classes, in some order."""
+    numbers = type(value) is list and all(type(one) is int for one in value)
+    return numbers and sorted(value) == list(range(len(labels)))
 
 
 def _fit_counts(value: Any, labels: list[str]) -> bool:

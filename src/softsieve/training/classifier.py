@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +19,15 @@ from torch import nn
 from softsieve import _checks
 from softsieve.errors import InputError
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL, Objective
-from softsieve.tasks.examples import KINDS, Data, Examples, Wanted, as_list
+from softsieve.tasks.examples import KINDS, Data, Examples, Wanted
 from softsieve.tasks.files import parse_json, read_text
 from softsieve.tasks.hf import read_hidden_size
 from softsieve.tasks.objects import object_examples, object_inputs, parts_of
 from softsieve.tasks.read import with_validation
+from softsieve.tasks.reading import unseen_note
 from softsieve.tasks.rows import Rows
-from softsieve.tasks.task import Task
+from softsieve.tasks.task import POOLINGS, Task
+from softsieve.training.card import CARD
 from softsieve.training.recipes import suited, usual
 from softsieve.training.run import METRICS, MODEL, WEIGHTS, encode, load_model, save_model, train
 from softsieve.training.serving import decide, probabilities
@@ -44,7 +47,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         loss: name of the objective, as of ``softsieve train --loss``.
         delta: margin of AS-Softmax; None: 0.1, with any number of labels 0.7.
         epochs, learning_rate, batch_size: None: what suits data and model.
+        pooling: what becomes of an encoder's states of a text: ``"mean"``, or ``"model"``, what its own classifier
+            makes of them, for a folder that transformers loads as it is; None: the mean, and of words the states.
         freeze_encoder: leave an encoder as it is and train the head alone, on what it says of every text.
+        class_weights: what rows weigh in the loss: ``"balanced"``, the more the rarer their class is, or a dict by
+            label, where only ratios count and a label that is not named has 1; None: all alike.
         skip: ``"solved"`` leaves out rows that lead safely; see `softsieve.training.settings.Settings`.
         patience: evaluations without a better one before training stops; 0: never.
         validation_share: share of the rows that are held out, to keep the weights of the best epoch, where `fit` is
@@ -57,7 +64,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         verbose: show a progress bar.
 
     Attributes:
-        classes_: the labels, sorted: strings or whole numbers.
+        classes_: the labels, sorted: strings, whole numbers or booleans; fitted with columns of 0 and 1, in the order
+            of the columns.
         task_, model_: the `softsieve.tasks.task.Task` and the network.
         metrics_: of the best weights on the validation rows, {} without any.
         result_: what training cost (`softsieve.training.loop.Result`); not of a loaded model.
@@ -75,15 +83,16 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(
         self, model: str | None = None, *, kind: str | None = None, loss: str = "as-softmax",
         delta: float | None = None, epochs: int | None = None, learning_rate: float | None = None,
-        batch_size: int | None = None, freeze_encoder: bool = False, skip: str = "no", patience: int = 0,
+        batch_size: int | None = None, pooling: str | None = None, freeze_encoder: bool = False,
+        class_weights: str | Mapping[Any, float] | None = None, skip: str = "no", patience: int = 0,
         validation_share: float = 0.1,
         max_length: int | None = None, text_column: str | None = None, label_column: str | None = None,
         precision: str = "no", seed: int = 42, device: str | None = None, verbose: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.kind, self.loss, self.delta = model, kind, loss, delta
         self.epochs, self.learning_rate, self.batch_size = epochs, learning_rate, batch_size
-        self.freeze_encoder, self.skip, self.patience = freeze_encoder, skip, patience
-        self.validation_share = validation_share
+        self.pooling, self.freeze_encoder, self.class_weights = pooling, freeze_encoder, class_weights
+        self.skip, self.patience, self.validation_share = skip, patience, validation_share
         self.max_length, self.text_column, self.label_column = max_length, text_column, label_column
         self.precision, self.seed, self.device, self.verbose = precision, seed, device, verbose
 
@@ -94,9 +103,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X: the inputs: a list, an array or a Series of texts; of lists of words; of images (file names,
                 PIL images, arrays of uint8) or sounds (file names, pairs of samples and rate). Or a table with inputs
                 and labels: a DataFrame, a `datasets.Dataset` or `DatasetDict`, a dict of lists.
-            y: the labels, strings or whole numbers: one for each input; with any number of them a list for each, or an
-                array of 0 and 1 with a column a label; for words a list of tags for each. Or the name of a column of
-                X; None: a column of X whose name tells.
+            y: the labels, strings, whole numbers or booleans: one for each input; with any number of them a list for
+                each, or an array, a DataFrame or lists of 0 and 1 with a column a label; for words a list of tags for
+                each. Or the name of a column of X; None: a column of X whose name tells.
             validation: rows to choose the best epoch by, a table or a pair (X, y).
 
         Raises:
@@ -106,13 +115,21 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         settings = self._check()
         X, own = parts_of(X)  # noqa: N806
         given = object_examples(X, y, self._wanted(self.kind))
+        column = y if isinstance(y, str) else None
         validation = own if validation is None else validation
+        held_out = None
         try:
-            held_out = None if validation is None else self._read_labelled(validation, given.part.kind, y)
+            if validation is not None:
+                held_out = self._read_labelled(validation, given.part.kind, column, given.columns)
         except (InputError, TypeError) as error:
             raise type(error)(f"validation: {error}") from None
         data = Data("", given.part.kind, given.part.examples, held_out, None, given.part.labels)
-        data = with_validation(data, "y", self.validation_share)
+        try:
+            data = with_validation(data, "y", self.validation_share)
+        except InputError as error:
+            if y is None or column is not None:
+                raise
+            raise InputError(str(error).replace("give label_column", "give as y the class of each row")) from None
         multilabel = data.kind == "multilabel"
         _checks.choice("loss", self.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
         if data.validation is None and self.patience:
@@ -120,17 +137,25 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         size = None if self.model is None else read_hidden_size(self.model)
         settings = settings.filled(usual(data, hidden_size=size, frozen=self.freeze_encoder))
         with _on(self.device, self.precision), torch.random.fork_rng():
-            task = Task.build(data, model=self.model, max_length=self.max_length)
-            task.whole_labels = given.whole
-            run = train(task, encode(task, data.train, data.validation, None), settings, show=self.verbose)
+            task = Task.build(data, model=self.model, max_length=self.max_length, pooling=self.pooling)
+            task.whole_labels, task.bool_labels = given.whole, given.truth
+            if given.columns is not None:
+                number = {label: i for i, label in enumerate(task.labels)}
+                task.columns = [number[label] for label in given.columns]
+            about = {"data": f"data in memory ({type(X).__name__})", "model": self.model or "built-in"}
+            rows = encode(task, data.train, data.validation, None)
+            run = train(task, rows, settings, show=self.verbose, about=about)
         task.objective = settings.objective(multilabel=multilabel)
-        self.result_, self._flags = run.result, given.flags
+        self.result_, self._label_column = run.result, column
+        self._configuration: dict[str, Any] = run.configuration
+        self._card: bytes | None = None
+        self._test: dict[str, float] = {}
         return self._take(task, run.model, run.result.best)
 
     def predict(self, X: Any) -> Any:  # noqa: N803
         """The label of every input, an array; with any number of labels, or one a word, a list of them for each input.
 
-        Fitted with labels in an array of 0 and 1, such an array.
+        Fitted with columns of 0 and 1, an array of them, with the columns in the order of those of y.
         """
         rows = self._rows(X)
         answers = [
@@ -140,7 +165,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return answers
         if self.task_.multilabel:
             flags = [[one in answer for one in self.classes_.tolist()] for answer in answers]
-            return np.array(flags, dtype=np.int64) if self._flags else answers
+            return np.array(flags, dtype=np.int64) if self.task_.columns is not None else answers
         return np.array(answers, dtype=self.classes_.dtype)
 
     def predict_proba(self, X: Any) -> Any:  # noqa: N803
@@ -155,13 +180,20 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def score(self, X: Any, y: Any = None) -> float:  # noqa: N803
         """How right the answers are, from 0 to 1, by what training chose the best epoch by.
 
-        Accuracy; with any number of labels micro F1; for words entity F1 if the tags are BIO, else accuracy.
+        Accuracy; with any number of labels micro F1; for words entity F1 if the tags are BIO, else accuracy. Labels
+        that training has not seen count as wrong, and a UserWarning says in how many rows there are some. An array of 0
+        and 1 has its columns in the order of `classes_`, a DataFrame by their names.
 
         Raises:
-            InputError: for labels that the model does not know, besides what `fit` refuses.
+            InputError: for what `fit` refuses.
         """
         self._expect_fitted()
-        examples = self._read_labelled(X if y is None else (X, y), self.task_.kind, None)
+        data = X if y is None else (X, y)
+        names, flags = [self.task_.labels[column] for column in self._columns], self.task_.columns is not None
+        examples = self._read_labelled(data, self.task_.kind, self._label_column, names, flags=flags)
+        note = unseen_note("score", examples.labels, examples.where, {*names})
+        if note is not None:
+            warnings.warn(note, UserWarning, stacklevel=2)
         rows = self._encode(examples)
         found = self.task_.metrics(*self.task_.by_word(decide(self.task_, self.model_, rows), rows))
         metric = suited(self.task_.kind, self.task_.labels, len(rows), hidden_size=None)["metric"]
@@ -177,8 +209,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         place = _checks.path("folder", folder)
         if place.exists() and not (place / WEIGHTS).exists() and not (place.is_dir() and not any(place.iterdir())):
             raise InputError(f"{place}: expected a new folder or one with a model, found something else")
-        metrics: dict[str, dict[str, float]] = {"validation": self.metrics_, "test": {}}
-        save_model(place, self.task_, self._objective, self.model_.state_dict(), metrics)
+        metrics = {"validation": self.metrics_, "test": self._test}
+        about: dict[str, Any] = {"configuration": self._configuration, "card": self._card}
+        save_model(place, self.task_, self._objective, self.model_.state_dict(), metrics, **about)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str | None = None) -> Classifier:
@@ -190,46 +223,63 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         made = cls(device=device)
         place = _checks.path("folder", folder)
         task, model = load_model(place, index=False, device=_device(device))
-        made.kind, made._flags = task.kind, False
-        path = next((path for path in (place / METRICS, place / MODEL / METRICS) if path.exists()), None)
-        metrics = {} if path is None else parse_json(read_text(path), path)
-        best = metrics.get("validation") if isinstance(metrics, Mapping) else None
-        return made._take(task, model, dict(best) if isinstance(best, Mapping) else {})
+        made.kind, made._label_column = task.kind, None
+        place = place if (place / WEIGHTS).exists() else place / MODEL
+        metrics = parse_json(read_text(place / METRICS), place / METRICS) if (place / METRICS).exists() else {}
+        parts = metrics if isinstance(metrics, Mapping) else {}
+        best, test = (
+            {**part} if isinstance(part := parts.get(name), Mapping) else {} for name in ("validation", "test")
+        )
+        made._test, made._configuration = test, {}
+        made._card = (place / CARD).read_bytes() if (place / CARD).is_file() else None  # the model stays what it was
+        return made._take(task, model, best)
 
     # Parameters and labels
 
     def _check(self) -> Settings:
         """The settings as far as they are given; refuses parameters that cannot be."""
-        for name in ("model", "kind", "text_column", "label_column", "device"):
+        for name in ("model", "kind", "pooling", "text_column", "label_column", "device"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name}: expected a string, found {type(value).__name__}")
         if self.kind is not None:
             _checks.choice("kind", self.kind, KINDS)
+        if self.pooling is not None:
+            _checks.choice("pooling", self.pooling, POOLINGS)
         _checks.number("validation_share", self.validation_share, 0, 0.999)
         if self.max_length is not None:
             _checks.whole_number("max_length", self.max_length, 4, 2**20)
         _device(self.device)
         of_data = ("delta", "epochs", "learning_rate", "batch_size")
         names = ("loss", *of_data, "freeze_encoder", "skip", "patience", "precision", "seed")
-        return Settings(**{name: getattr(self, name) for name in names})
+        weights = self.class_weights
+        if isinstance(weights, Mapping):  # by labels as they were given
+            weights = {str(key) if isinstance(key, int | np.generic) else key: value for key, value in weights.items()}
+        return Settings(**{name: getattr(self, name) for name in names}, class_weights=weights)
 
     def _wanted(self, kind: str | None) -> Wanted:
         return Wanted(kind, self.text_column, self.label_column)
 
-    def _read_labelled(self, data: Any, kind: str, labels: Any) -> Examples:
-        """Rows with labels: a table, whose labels have the name ``labels`` if that is one, or a pair."""
-        inputs, answers = data, labels if isinstance(labels, str) else None
+    def _read_labelled(
+        self, data: Any, kind: str, column: str | None, columns: list[str] | None, *, flags: bool | None = None
+    ) -> Examples:
+        """Rows with labels: a table, whose labels are in ``column`` if that is one, or a pair.
+
+        Their flags, if labels are such, have these ``columns``.
+        """
+        inputs, answers = data, column
         if isinstance(data, tuple):
             if len(data) != 2:
                 raise TypeError(f"expected a table or a pair (X, y), found a tuple of {len(data)}")
             inputs, answers = data
-        return object_examples(inputs, answers, self._wanted(kind)).part.examples
+        flags = columns is not None if flags is None else flags
+        return object_examples(inputs, answers, self._wanted(kind), columns=columns, flags=flags).part.examples
 
     def _take(self, task: Task, model: nn.Module, metrics: dict[str, float]) -> Classifier:
         self.task_, self.model_, self.metrics_ = task, model.eval(), metrics
         labels = [self._as_given(label) for label in task.labels]
-        self._columns = sorted(range(len(labels)), key=lambda column: labels[column])
+        in_order = sorted(range(len(labels)), key=lambda column: labels[column])
+        self._columns = in_order if task.columns is None else task.columns
         self.classes_ = np.array([labels[column] for column in self._columns])
         return self
 
@@ -237,6 +287,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """A label, or a list of them, of the type that training had."""
         if isinstance(label, list):
             return [self._as_given(one) for one in label]
+        if self.task_.bool_labels:
+            return label == "True"
         return int(label) if self.task_.whole_labels else label
 
     # Rows
@@ -254,14 +306,10 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _rows(self, inputs: Any) -> Rows:
         self._expect_fitted()
-        return self._encode(object_inputs(inputs, self.task_.kind, self._wanted(None)))
+        wanted = self._wanted(None)._replace(label_column=self.label_column or self._label_column)
+        return self._encode(object_inputs(inputs, self.task_.kind, wanted))
 
     def _encode(self, examples: Examples) -> Rows:
-        known = set(self.task_.labels)
-        for labels, where in zip(examples.labels, examples.where, strict=False):  # there may be none
-            for label in as_list(labels):
-                if label not in known:
-                    raise InputError(f"{where}: the model does not know the label {label!r}")
         return self.task_.rows(examples).to(next(self.model_.parameters()).device)
 
     def __sklearn_tags__(self) -> Any:

@@ -29,7 +29,7 @@ from softsieve.tasks.judged import JUDGED
 from softsieve.tasks.labels import best_logits, fit_threshold
 from softsieve.tasks.rows import IGNORED, Rows
 from softsieve.tasks.task import Task
-from softsieve.training.card import write_card
+from softsieve.training.card import CARD, write_card
 from softsieve.training.checkpoint import check_same, checkpoints, load_tensors, save_tensors, write_folder
 from softsieve.training.frozen import freeze
 from softsieve.training.loop import Result, Trainer
@@ -61,6 +61,7 @@ class Run(NamedTuple):
     test: dict[str, float]  # metrics of the best weights on the test rows, {} without
     test_decided: Tensor | None
     model: nn.Module
+    configuration: dict[str, Any]  # data, model, rows and settings, as `save_model` tells of them
 
 
 def train(
@@ -121,6 +122,15 @@ def train(
     wants_index = index or (index is None and trainer.replica.head is not None)
     model = trainer.replica.plain_model()
     weights = trainer.weights()
+    configuration = {
+        **(about or {}),
+        "kind": task.kind,
+        "classes": len(task.labels),
+        "labels": task.labels[:SHOWN_CLASSES],
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
+        **settings.asdict(),
+    }
     if output is not None and trainer.replica.is_main:
         metrics = {"validation": result.best, "test": test}
         head, held_out = None, trainer.validation if wants_index else None
@@ -128,31 +138,23 @@ def train(
             if console is not None:
                 console.print("making an index of the head")
             head = make_index(task, model, trainer.train, held_out)
-        configuration = {
-            **(about or {}),
-            "kind": task.kind,
-            "classes": len(task.labels),
-            "labels": task.labels[:SHOWN_CLASSES],
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "rows": {name: len(rows) for name, rows in splits._asdict().items() if rows is not None},
-            **settings.asdict(),
-        }
         save_model(output / MODEL, task, objective, weights, metrics, head, configuration)
         costs = ("steps", "best_step", "trained", "screened", "solved", "seconds", "evaluation_seconds")
         row = {**metrics, **{name: getattr(result, name) for name in costs}}
         _write_record(output, configuration, row, logits)
     trainer.replica.accelerator.wait_for_everyone()
-    return Run(result, test, decided, model)
+    return Run(result, test, decided, model, configuration)
 
 
 def save_model(
     folder: Path, task: Task, objective: Objective, weights: Mapping[str, Tensor],
     metrics: Mapping[str, Mapping[str, float]], head: AdaptiveSoftmax | None = None,
-    configuration: Mapping[str, Any] | None = None,
+    configuration: Mapping[str, Any] | None = None, card: bytes | None = None,
 ) -> None:  # fmt: skip
     """The folder of a model, all or nothing, in the place of what was there: task, weights, metrics, an index, a card.
 
-    The card tells of the ``configuration``: data, model, rows and settings, as in the record of a run.
+    The card tells of the ``configuration``: data, model, rows and settings, as in the record of a run. A model that had
+    a ``card`` keeps it.
     """
 
     def fill(part: Path) -> None:
@@ -161,7 +163,10 @@ def save_model(
         if head is not None:
             head.save(part / INDEX, weight=False)
         (part / METRICS).write_text(json.dumps(metrics, indent=1) + "\n")
-        write_card(part, task, objective, metrics, configuration or {})
+        if card is None:
+            write_card(part, task, objective, metrics, configuration or {})
+        else:
+            (part / CARD).write_bytes(card)
 
     write_folder(folder, fill)
 
