@@ -235,6 +235,7 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
         AudioEncoder(samples=2000).encode(examples(Path("a.wav")))
 
 
-def test_many_classes_have_wider_texts() -> None:
-    few, many = (built_in("multilabel", examples("ab"), 16, classes) for classes in (1000, 1001))
-    assert [encoder.body().features for encoder in (few, many)] == [64, 256]
+def test_many_classes_and_several_labels_have_wider_texts() -> None:
+    sizes = [("text", 1000), ("text", 1001), ("multilabel", 64), ("multilabel", 65)]
+    made = [built_in(kind, examples("ab"), 16, classes) for kind, classes in sizes]
+    assert [encoder.body().features for encoder in made] == [64, 256, 64, 256]

@@ -88,9 +88,9 @@ class TextEncoder(Encoder):
     newer = MappingProxyType({"features": FEATURES[0], "weighted": 0})
 
     @classmethod
-    def fit(cls, max_length: int, classes: int) -> TextEncoder:
-        """Wide enough to tell so many classes apart."""
-        return cls(max_length, FEATURES[1] if classes > MANY else FEATURES[0])
+    def fit(cls, max_length: int, classes: int, *, multilabel: bool) -> TextEncoder:
+        """Wide enough to tell so many classes apart; where a text may have any of them, as wide as they are many."""
+        return cls(max_length, FEATURES[1] if classes > (FEATURES[0] if multilabel else MANY) else FEATURES[0])
 
     def encode(self, examples: Examples, *, workers: int = 0, progress: ProgressCallback = no_progress) -> Encoded:
         size = {"most": MOST_IDS[self.weighted], "buckets": TEXT_BUCKETS[self.features] if self.weighted else BUCKETS}
@@ -186,7 +186,7 @@ def built_in(kind: str, train: Examples, max_length: int, classes: int) -> Encod
     if kind == "tokens":
         return TokensEncoder(max_length)
     if kind in ("text", "multilabel"):
-        return TextEncoder.fit(max_length, classes)
+        return TextEncoder.fit(max_length, classes, multilabel=kind == "multilabel")
     return ImageEncoder.fit(train) if kind == "image" else AudioEncoder.fit(train)
 
 
