@@ -15,6 +15,7 @@ from softsieve._files import check_writable
 from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax, Coverage
+from softsieve.heads.cascade import calibration
 from softsieve.integrations import hidden_states
 from softsieve.integrations.distributed import shard_file
 from softsieve.integrations.hidden_states import Head
@@ -84,6 +85,12 @@ def build_index(
         _checks.whole_number(name, value, least, 2**31)
     _checks.whole_number("window", window, 2, 2**31)
     wanted = sorted(set(ks))
+    needed = 2 * calibration.needed(_checks.open_unit("delta", delta) / ranks)
+    if count - count // TEST < needed:
+        raise InputError(
+            f"states: expected at least {needed * TEST // (TEST - 1) + 1} for delta {delta:g} of {ranks} ranks, "
+            f"found {count}"
+        )
     if not wanted:
         raise InputError("k: expected some, found none")
     if out is None:
@@ -128,7 +135,7 @@ def _states(
     digest = hashlib.sha256(tokens.numpy().tobytes())
     digest.update(f"{first} {window} {dtype}".encode())
     digest.update(index_folder.fingerprint(weight.detach(), None).encode())  # type: ignore[operator]
-    notes = {"made_of": digest.hexdigest()}
+    notes = {"made_of": digest.hexdigest(), "first": "none" if first is None else str(first)}
     try:
         states, found = index_folder.read_states(out)
         kept = found == notes
@@ -161,8 +168,6 @@ def _shards(
     for rank in range(ranks):
         part = shard_rows(rows, rank, ranks)
         weight, bias = head.weight[part], None if head.bias is None else head.bias[part]
-        if not len(weight):
-            raise InputError(f"ranks: expected rows for each, found {rows} rows for {ranks}")
         own_ks = sorted({min(k, len(weight)) for k in ks})
         path = shard_file(out, rank, ranks)
         shard = _kept(path, weight, bias, own_ks, eps, delta / ranks, head.beta)

@@ -73,8 +73,13 @@ def shard_rows(rows: int, rank: int, ranks: int) -> slice:
     Example:
         >>> [shard_rows(1000, rank, 2) for rank in range(2)]
         [slice(0, 512, None), slice(512, 1000, None)]
+
+    Raises:
+        InputError: when the vocabulary cannot be spread evenly, or leaves a rank without rows.
     """
     padded = -(-rows // PADDING) * PADDING
+    if padded % ranks or (ranks - 1) * (padded // ranks) >= rows:
+        raise InputError(f"ranks: expected a number that {padded} rows can be spread over evenly, found {ranks}")
     each = padded // ranks
     return slice(min(rows, rank * each), min(rows, (rank + 1) * each))
 
