@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,3 +174,10 @@ def test_counters_of_workers_are_added_up(tmp_path: Path, monkeypatch: pytest.Mo
     answers, read, *exact = counters.total(str(tmp_path))
     assert (answers, read) == (6, 100)
     assert dict(zip(Reason, exact, strict=True))[Reason.DRIFT] == sum(exact) == 3
+
+
+def test_what_vllm_imports_at_its_start_does_not_import_numba() -> None:
+    """When an engine starts, vLLM looks through all modules, and stumbles over numba's compiler."""
+    modules = "plugin, layer, tracker, counters"
+    code = f"import sys; from softsieve.integrations.vllm import {modules}; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

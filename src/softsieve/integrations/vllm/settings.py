@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from softsieve.errors import InputError, listed, shown
 
@@ -12,7 +13,8 @@ INDEX, STRICT = "SOFTSIEVE_INDEX", "SOFTSIEVE_STRICT"  # variables of the enviro
 BESIDE = "softsieve"  # the folder of an index in the folder of its model
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """How the plug-in is asked to work."""
 
     index: Path | None = None  # a folder that `softsieve head build --model` wrote, or one of several; None: beside
@@ -34,9 +36,10 @@ def read_settings(config: Any, environ: Mapping[str, str]) -> Settings:
     own = config.get("softsieve", {}) if isinstance(config, Mapping) else {}
     if not isinstance(own, Mapping):
         raise InputError(f"softsieve: expected settings by name in the additional config, found {shown(own)}")
-    unknown = set(own) - set(Settings._fields)
+    names = [field.name for field in fields(Settings)]
+    unknown = set(own) - set(names)
     if unknown:
-        raise InputError(f"softsieve: expected {', '.join(Settings._fields)}, found {listed(sorted(unknown))}")
+        raise InputError(f"softsieve: expected {', '.join(names)}, found {listed(sorted(unknown))}")
     index = own.get("index", environ.get(INDEX) or None)
     strict, enabled = own.get("strict", _flag(environ, STRICT)), own.get("enabled", True)
     for name, value in {"strict": strict, "enabled": enabled}.items():

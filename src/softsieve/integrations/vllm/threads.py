@@ -24,5 +24,6 @@ def bind_threads() -> None:
         os.environ.setdefault("NUMBA_NUM_THREADS", str(count))
     import numba
 
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(count, most))
     _local.bound = True
