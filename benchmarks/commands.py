@@ -514,6 +514,18 @@ def head_scaling(
     say(out, rows, "head", method)
 
 
+def _prompts(model: Path, index: Path | None, text: Path, count: int, tokens: int) -> list[list[int]]:
+    """Pieces of a text as tokens, beginning as those did that the index of a model was made of."""
+    from softsieve.integrations.hidden_states import load_tokenizer, tokens_of
+    from softsieve.integrations.vllm.index_folder import read_states
+    from softsieve.integrations.vllm.settings import BESIDE
+    from softsieve.tasks.files import read_text
+
+    first = read_states(index or model / BESIDE)[1]["first"]
+    ids = tokens_of(load_tokenizer(str(model)), read_text(text), count=count * 4 * tokens, place=str(text))
+    return [[*([] if first == "none" else [int(first)]), *part[:tokens].tolist()] for part in ids.split(4 * tokens)]
+
+
 @app.command()
 def vllm(
     model: Annotated[Path, typer.Option(help="folder of a model with its index, see docs/guides/vllm.md")],
@@ -530,18 +542,10 @@ def vllm(
 ) -> None:
     """Tokens a second in vLLM with the adaptive and with the exact head, and how their answers compare."""
     from benchmarks import vllm_engine as suite
-    from softsieve.integrations.hidden_states import load_tokenizer, tokens_of
-    from softsieve.integrations.vllm.index_folder import read_states
-    from softsieve.integrations.vllm.settings import BESIDE
-    from softsieve.tasks.files import read_text
 
     console = Console(soft_wrap=True, highlight=False)
     with one_line():
-        _, notes = read_states(index or model / BESIDE)
-        count = max(*batch, texts)
-        ids = tokens_of(load_tokenizer(str(model)), read_text(text), count=count * 4 * prompt_tokens, place=str(text))
-        lead = [] if notes["first"] == "none" else [int(notes["first"])]
-        prompts = [lead + part[:prompt_tokens].tolist() for part in ids.split(4 * prompt_tokens)]
+        prompts = _prompts(model, index, text, max(*batch, texts), prompt_tokens)
         engine = suite.Engine(str(model), eager=eager, index=None if index is None else str(index))
         results = []
         for size in batch:
@@ -570,3 +574,25 @@ def vllm(
         "quality": judged._asdict(),
     }
     _write(console, out, "vllm", settings, results)
+
+
+@app.command("vllm-load")
+def vllm_load(
+    model: Annotated[Path, typer.Option(help="folder of a model with its index beside it")],
+    text: Annotated[Path, typer.Option(help="a UTF-8 file whose pieces are prompts")],
+    clients: Annotated[int, typer.Option(min=1, help="that ask at the same time")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="for which they go on asking")] = 600.0,
+    tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 32,
+    out: Record = None,
+) -> None:
+    """vLLM's server with the adaptive head: clients for some minutes, then killed and started again."""
+    from benchmarks import vllm_load as suite
+
+    console = Console(soft_wrap=True, highlight=False)
+    with one_line():
+        prompts = _prompts(model, None, text, 32, prompt_tokens)
+        result = suite.measure(model, prompts, clients=clients, seconds=seconds, tokens=tokens)
+    for name, value in result._asdict().items():
+        console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    _write(console, out, "vllm-load", {"model": model.name, "prompt_tokens": prompt_tokens, "tokens": tokens}, [result])

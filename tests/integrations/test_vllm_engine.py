@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 from softsieve.integrations.vllm.layer import Adaptive
 from softsieve.integrations.vllm.plugin import NEWEST, OLDEST, _numbers
+from softsieve.integrations.vllm.requests import Reason
 
 ROWS, COLUMNS = 4000, 64
 # What a request can ask for, as of the versions that the plug-in was tried with. A new name here may change logits:
@@ -404,6 +405,16 @@ def test_two_ranks_answer_as_one_does(model: Path, engine: Engine, tmp_path: Pat
     same = sum(a == b for one, other in zip(texts, right, strict=True) for a, b in zip(one, other, strict=True))
     assert same >= 72
     assert printed(done, "COUNTED")[0] >= 60
+
+
+def test_a_draft_model_takes_the_adaptive_head(model: Path, engine: Engine, tmp_path: Path) -> None:
+    """Drafted by the same model, and checked by the exact head, which takes another one's batch for unknown."""
+    speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    done = run(model, tmp_path, softsieve={"batch": 8, "strict": True}, speculative_config=speculative)
+    assert printed(done, "TEXTS") == [list(one.token_ids) for one in engine.ask(PROMPTS, exactly=True)]
+    answers, _, *exact = printed(done, "COUNTED")
+    assert answers >= 40
+    assert dict(zip(Reason, exact, strict=True))[Reason.UNKNOWN] > 0
 
 
 def test_strict_engines_refuse_to_work_without_their_index(model: Path, tmp_path: Path) -> None:

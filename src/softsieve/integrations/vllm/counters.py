@@ -1,12 +1,13 @@
 """Counters of the plug-in: written by the worker, shown by vLLM's ``/metrics``, which is another process.
 
-Each worker keeps its numbers in a file of a folder that the first process of a server makes, and the others find by a
-variable of the environment. When ``/metrics`` is asked, the numbers of all files are added up.
+Each head of a worker keeps its numbers in a file of a folder that the first process of a server makes, and the others
+find by a variable of the environment. When ``/metrics`` is asked, the numbers of all files are added up.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import mmap
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 from softsieve.integrations.vllm.requests import Reason
 
 FOLDER = "SOFTSIEVE_COUNTERS"  # the variable of the environment
+_NUMBERS = itertools.count()  # of the files of this process: an engine with a draft model has two heads
 _REASONS = tuple(Reason)
 _FIELDS = 2 + len(_REASONS)  # answers, bytes, and tokens that took the exact head, by reason
 
@@ -39,7 +41,7 @@ class Counters:
         if folder is None or not Path(folder).is_dir():
             self._memory: Any = bytearray(size)
             return
-        with Path(folder, f"{os.getpid()}.counters").open("w+b") as file:
+        with Path(folder, f"{os.getpid()}-{next(_NUMBERS)}.counters").open("w+b") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
 
