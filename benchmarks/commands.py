@@ -523,7 +523,9 @@ def _prompts(model: Path, index: Path | None, text: Path, count: int, tokens: in
 
     first = read_states(index or model / BESIDE)[1]["first"]
     ids = tokens_of(load_tokenizer(str(model)), read_text(text), count=count * 4 * tokens, place=str(text))
-    return [[*([] if first == "none" else [int(first)]), *part[:tokens].tolist()] for part in ids.split(4 * tokens)]
+    return [
+        [*([] if first == "none" else [int(first)]), *part[:tokens].tolist()] for part in torch.split(ids, 4 * tokens)
+    ]
 
 
 @app.command()

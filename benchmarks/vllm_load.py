@@ -96,7 +96,7 @@ class Server:
 
     def memory(self) -> float:
         """Resident memory of the server and the processes that it has started, in MiB."""
-        import psutil
+        import psutil  # type: ignore[import-untyped]  # vLLM brings it
 
         first = psutil.Process(self.process.pid)
         return float(sum(one.memory_info().rss for one in [first, *first.children(recursive=True)]) / 2**20)
@@ -114,7 +114,7 @@ def serving(model: Path) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(256 << 20),
         "--additional-config", json.dumps({"softsieve": {"strict": True}}),
     ]  # fmt: skip

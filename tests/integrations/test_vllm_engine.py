@@ -26,6 +26,7 @@ if importlib.util.find_spec("vllm") is None or "numba" in sys.modules:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine is in this process, and can be looked at
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
+from softsieve.integrations.vllm import counters
 from softsieve.integrations.vllm.layer import Adaptive
 from softsieve.integrations.vllm.plugin import NEWEST, OLDEST, _numbers
 from softsieve.integrations.vllm.requests import Reason
@@ -176,7 +177,7 @@ def start(model: Path, **own: Any) -> Any:
     options = {"batch": 8, "strict": True, **own}
     return LLM(
         str(model), dtype="bfloat16", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
-        additional_config={"softsieve": options}, enable_prefix_caching=False, seed=0,
+        additional_config={"softsieve": options}, enable_prefix_caching=False, seed=0, max_logprobs=64,
     )  # fmt: skip
 
 
@@ -305,8 +306,7 @@ def test_draws_have_the_distribution_of_the_exact_softmax(engine: Engine) -> Non
 
     k, draws = 10, 20_000
     exact, own = engine.llm.apply_model(_both_logits)[0]
-    best = exact.topk(k + 1)
-    assert best.values[k] < best.values[k - 1]  # no tie between those that are drawn and the others
+    best = exact.topk(k)
     expected = best.values[:k].double().softmax(-1) * draws
     kept = apply_top_k_top_p(own.repeat(500, 1), torch.full((500,), k), None).softmax(-1)
     drawn = torch.cat([random_sample(kept.clone(), {}) for _ in range(draws // 500)])
@@ -323,8 +323,12 @@ def _both_logits(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from softsieve.integrations.vllm.tracker import _tracked
 
     layer, before = network.logits_processor, _tracked[-1]
-    state = read_states(layer.adaptive.site.place)[0][7:8]
-    exact = type(layer).__mro__[1].forward(layer, network.lm_head, state)
+    base: Any = type(layer).__mro__[1]
+    for state in torch.split(read_states(layer.adaptive.site.place)[0], 1):
+        exact = base.forward(layer, network.lm_head, state)
+        best = exact[0].topk(11).values
+        if best[10] < best[9] and best[0] - best[9] < 4:  # no tie between the 10 and the rest, and all of them likely
+            break
     _tracked[-1] = Batch()
     _tracked[-1].update([], [(0, Entry(Need(10), [1], 0))], [])
     answers = layer.adaptive.counters.values()[0]
@@ -369,7 +373,7 @@ if __name__ == "__main__":
 def run(model: Path, tmp_path: Path, *, environ: dict[str, str] | None = None, **options: Any) -> Any:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(prompts=PROMPTS))
-    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environ or {})}
+    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", counters.FOLDER: "", **(environ or {})}
     return subprocess.run(
         [sys.executable, str(script), str(model), json.dumps(options)],
         capture_output=True, text=True, env={**os.environ, **more}, timeout=300, check=False,
@@ -440,14 +444,17 @@ def test_the_server_shows_the_counters(model: Path, tmp_path: Path) -> None:
         port = free.getsockname()[1]
     own = json.dumps({"softsieve": {"batch": 8, "strict": True}})
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256",
         "--kv-cache-memory-bytes", str(64 << 20), "--additional-config", own,
     ]  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", counters.FOLDER: ""},
         )
         try:
             for _ in range(240):

@@ -110,7 +110,7 @@ def adaptive(made: Any) -> Adaptive:
 
 
 def exact(head: Any, x: Tensor) -> Tensor:
-    return StandIn(ROWS)(head, x)
+    return StandIn(ROWS).forward(head, x)
 
 
 def test_greedy_tokens_are_those_of_the_exact_head(make: Make, weight: Tensor, batch: Any) -> None:

@@ -255,7 +255,7 @@ def _check_layer(layer: Any, lm_head: Any) -> None:
         instead = f"logits that are soft-capped at {layer.soft_cap:g}"
     if instead is None and layer.scale <= 0:
         instead = f"logits that are multiplied with {layer.scale:g}"
-    if instead is None and getattr(lm_head.shard_indices, "num_added_elements", 0):
+    if instead is None and lm_head.shard_indices.num_added_elements > 0:
         instead = "a vocabulary with added tokens"
     if instead is not None:
         raise InputError(f"expected a plain output layer in memory, found {instead}")
@@ -287,7 +287,7 @@ def adaptive_layer(base: type, site: Callable[[], Site]) -> type:
             logits: Tensor | None = None
             if adaptive is not None and not skip_gather and not getattr(self, "logits_as_input", False):
                 logits = adaptive.logits(self, lm_head, hidden_states, embedding_bias, exact)
-            return exact(hidden_states) if logits is None else logits  # type: ignore[no-any-return]
+            return exact(hidden_states) if logits is None else logits
 
         def get_top_tokens(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
             def exact(x: Tensor) -> Any:
