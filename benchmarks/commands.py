@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -539,6 +540,9 @@ def vllm(
     texts: Annotated[int, typer.Option(min=1, help="over which answers are compared")] = 5,
     text_tokens: Annotated[int, typer.Option(min=2, help="of each of these")] = 200,
     eager: Annotated[bool, typer.Option(help="layers without torch.compile: starts sooner")] = False,
+    cpu_time: Annotated[
+        bool, typer.Option(help="of the process instead of wall-clock: for a busy machine, and one thread")
+    ] = False,
     repeats: Repeats = 5,
     out: Record = None,
 ) -> None:
@@ -548,7 +552,8 @@ def vllm(
     console = Console(soft_wrap=True, highlight=False)
     with one_line():
         prompts = _prompts(model, index, text, max(*batch, texts), prompt_tokens)
-        engine = suite.Engine(str(model), eager=eager, index=None if index is None else str(index))
+        now = time.process_time if cpu_time else time.perf_counter
+        engine = suite.Engine(str(model), eager=eager, index=None if index is None else str(index), now=now)
         results = []
         for size in batch:
             results.append(suite.speed(engine, prompts, batch=size, tokens=tokens, repeats=repeats))
@@ -572,6 +577,8 @@ def vllm(
         "prompt_tokens": prompt_tokens,
         "repeats": repeats,
         "eager": eager,
+        "clock": "CPU time of the process" if cpu_time else "wall-clock",
+        "threads": torch.get_num_threads(),
         "crossover": {str(k): most for k, most in engine.serving.batches.items()},
         "quality": judged._asdict(),
     }

@@ -55,19 +55,22 @@ class Quality(NamedTuple):
     freedom: int
 
 
+Now = Callable[[], float]
+
+
 class Clock:
     """Adds up what calls take."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, now: Now) -> None:
+        self.seconds, self.now = 0.0, now
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            start = self.now()
             try:
                 return call(*args, **options)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds += self.now() - start
 
         return timed
 
@@ -75,7 +78,7 @@ class Clock:
 class Engine:
     """An engine whose head can be switched."""
 
-    def __init__(self, model: str, *, eager: bool, index: str | None) -> None:
+    def __init__(self, model: str, *, eager: bool, index: str | None, now: Now = time.perf_counter) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is made
         from vllm import LLM
 
@@ -89,7 +92,7 @@ class Engine:
         self.network = self.runner.model
         self.layer = self.network.logits_processor
         self.lm_head = getattr(self.network, "lm_head", None) or self.network.model.embed_tokens
-        self.head, self.sampler = Clock(), Clock()
+        self.now, self.head, self.sampler = now, Clock(now), Clock(now)
         self.states: list[Tensor] | None = None
         forward = self.layer.forward
 
@@ -144,16 +147,18 @@ def speed(engine: Engine, prompts: Sequence[Sequence[int]], *, batch: int, token
     for repeat in range(repeats + 1):  # the first pair is not counted
         for exactly in (True, False) if repeat % 2 else (False, True):
             with engine.exactly(exactly):
-                engine.write(asked, 1)  # warm, and the time of the prompt
-                start = time.perf_counter()
-                engine.write(asked, 1)
-                prompt = time.perf_counter() - start
+                engine.write(asked, 1)  # warm
                 engine.head.seconds = engine.sampler.seconds = 0.0
-                start = time.perf_counter()
+                start = engine.now()
+                engine.write(asked, 1)
+                prompt = engine.now() - start, engine.head.seconds, engine.sampler.seconds
+                engine.head.seconds = engine.sampler.seconds = 0.0
+                start = engine.now()
                 engine.write(asked, tokens)
-                whole = time.perf_counter() - start - prompt
+                whole = engine.now() - start, engine.head.seconds, engine.sampler.seconds
             if repeat:
-                taken[exactly].append((whole, engine.head.seconds, engine.sampler.seconds))
+                step, head, sampler = (after - before for after, before in zip(whole, prompt, strict=True))
+                taken[exactly].append((step, head, sampler))
             elif not exactly:
                 answers = own.values()[0]
     steps = tokens - 1
