@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ class Engine:
 
     @contextmanager
     def exactly(self, on: bool = True) -> Iterator[None]:
-        """Have the exact head answer."""
+        """Have the exact head answer, or as ever."""
         self.layer.adaptive.serving = None if on else self.serving
         try:
             yield
@@ -125,17 +125,19 @@ class Engine:
             self.layer.adaptive.serving = self.serving
 
     def logits(self, state: Tensor, k: int, *, exactly: bool) -> Tensor:
-        """Those of one state (1, d) for a request that needs the k largest."""
+        """Those of one state (1, d) for a request that needs the k largest, of the adaptive head at any crossover."""
         before = list(_tracked)
         batch = Batch()
         batch.update([], [(0, Entry(Need(k), [1], 0))], [])
         _tracked[:] = [batch]
         try:
-            with self.exactly(exactly):
+            if not exactly:
+                self.layer.adaptive.serving = self.serving._replace(batches=dict.fromkeys(self.serving.batches, 1))
+            with self.exactly() if exactly else nullcontext():
                 found: Tensor = self.layer(self.lm_head, state)
                 return found.float()
         finally:
-            _tracked[:] = before
+            _tracked[:], self.layer.adaptive.serving = before, self.serving
 
 
 def speed(engine: Engine, prompts: Sequence[Sequence[int]], *, batch: int, tokens: int, repeats: int) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,13 +32,16 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         >>> torch.allclose(logits.logsumexp(-1), (x @ weight.T).logsumexp(-1))
         True
     """
-    values = answer.logits.to(dtype).float()
+    # In numpy: right after the rest of the model nothing is in a cache, and an operation of torch takes several times
+    # as long.
+    values, indices = answer.logits.to(dtype).float().numpy(), answer.indices.numpy()
     batch, k = values.shape
-    if k == rows:
-        return values.new_empty(batch, rows).scatter_(1, answer.indices, values)
-    exact, log_z = answer.logits.double(), answer.log_z.double()
-    share = (exact - log_z[:, None]).exp().sum(-1)  # of the k largest; above 1 when the estimate of log Z is too low
-    rest = (1 - share).clamp_min(torch.finfo(torch.float64).tiny).log()
-    below = torch.nextafter(values[:, -1], values.new_tensor(-math.inf))
-    floor = torch.minimum((log_z + rest - math.log(rows - k)).float(), below)
-    return floor[:, None].repeat(1, rows).scatter_(1, answer.indices, values)
+    logits = np.empty((batch, rows), np.float32)
+    if k < rows:
+        log_z = answer.log_z.double().numpy()
+        share = np.exp(answer.logits.double().numpy() - log_z[:, None]).sum(-1)  # above 1 where log Z is too low
+        rest = np.log(np.maximum(1 - share, np.finfo(np.float64).tiny))
+        below = np.nextafter(values[:, -1], np.float32(-np.inf))
+        logits[:] = np.minimum((log_z + rest - math.log(rows - k)).astype(np.float32), below)[:, None]
+    logits[np.arange(batch)[:, None], indices] = values
+    return torch.from_numpy(logits)

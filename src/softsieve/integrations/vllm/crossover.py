@@ -20,7 +20,7 @@ def measure_crossover(
     *,
     agree: Callable[[bool], bool] = bool,
 ) -> int:
-    """The largest batch of those tried for which, as for all smaller ones, ``adaptive`` is faster by a lead; 0 for none.
+    """The largest batch of those tried for which, as for all smaller ones, ``adaptive`` is faster by `LEAD`, else 0.
 
     Both take turns, each time with other states, for some take longer than others.
 
@@ -30,7 +30,7 @@ def measure_crossover(
 
     Example:
         >>> import torch
-        >>> measure_crossover(lambda x: time.sleep(0.002 * len(x)), lambda x: time.sleep(0.005), torch.zeros(64, 2))
+        >>> measure_crossover(lambda x: time.sleep(0.01 * len(x)), lambda x: time.sleep(0.03), torch.zeros(64, 2))
         2
     """
     best = 0
