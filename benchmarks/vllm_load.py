@@ -115,7 +115,7 @@ def serving(model: Path) -> Iterator[Server]:
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
-        "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(256 << 20),
+        "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20),
         "--additional-config", json.dumps({"softsieve": {"strict": True}}),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
