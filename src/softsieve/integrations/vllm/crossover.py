@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-REPEATS = 7
-LEAD = 0.9  # the share of the exact head's time that the adaptive one may take: in doubt, the exact one answers
+GROUPS, TRIES = 5, 3  # queries that are measured with at each size, and how often each
+# The share of the exact head's time that the adaptive one may take: between the layers of a model less of what it reads
+# is in a cache than here, and in doubt the exact one answers.
+LEAD = 0.75
 STATES = BATCHES[-1] * 2  # that are measured with
 
 
@@ -22,7 +24,8 @@ def measure_crossover(
 ) -> int:
     """The largest batch of those tried for which, as for all smaller ones, ``adaptive`` is faster by `LEAD`, else 0.
 
-    Both take turns, each time with other states, for some take longer than others.
+    Both take turns. Of each group of states the shortest time counts, which other programs disturb least, and of these
+    the mean, for some states take longer than others.
 
     Args:
         states: queries (N, d), like those to come.
@@ -30,24 +33,26 @@ def measure_crossover(
 
     Example:
         >>> import torch
-        >>> measure_crossover(lambda x: time.sleep(0.01 * len(x)), lambda x: time.sleep(0.03), torch.zeros(64, 2))
+        >>> measure_crossover(lambda x: time.sleep(0.007 * len(x)), lambda x: time.sleep(0.03), torch.zeros(64, 2))
         2
     """
     best = 0
     for batch in BATCHES:
-        times: tuple[list[float], list[float]] = [], []
-        for turn in range(-1, REPEATS):  # what the first one takes is not counted
-            start = (turn + 1) * batch % max(1, len(states) - batch + 1)
+        if len(states) < batch:
+            break
+        times = [0.0, 0.0]
+        for group in range(GROUPS):
+            start = group * batch % (len(states) - batch + 1)
             queries = states[start : start + batch]
-            for call, taken in zip((adaptive, exact), times, strict=True):
-                begin = time.perf_counter()
-                call(queries)
-                taken += [time.perf_counter() - begin] if turn >= 0 else []
-        if len(states) < batch or not agree(_middle(times[0]) < LEAD * _middle(times[1])):
+            tries = [[_seconds(call, queries) for call in (adaptive, exact)] for _ in range(TRIES)]
+            times = [total + min(own) for total, own in zip(times, zip(*tries, strict=True), strict=True)]
+        if not agree(times[0] < LEAD * times[1]):
             break
         best = batch
     return best
 
 
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _seconds(call: Callable[[Tensor], object], queries: Tensor) -> float:
+    start = time.perf_counter()
+    call(queries)
+    return time.perf_counter() - start
