@@ -211,7 +211,8 @@ def quality(engine: Engine, prompts: Sequence[Sequence[int]], *, tokens: int) ->
         errors.append(error)
     count = len(states)
     spread = sorted(states, key=lambda one: float(engine.logits(one, 1, exactly=True).softmax(-1).max()))
-    state = spread[len(spread) // 4]  # of much doubt
+    doubtful = spread[len(spread) // 4 :]  # from one of much doubt on
+    state = next((one for one in doubtful if not _tied(engine.logits(one, DRAWN, exactly=True)[0])), doubtful[0])
     right = engine.logits(state, DRAWN, exactly=True)[0]
     statistics_of = [chi_square(engine.logits(state, DRAWN, exactly=exactly)[0], right) for exactly in (False, True)]
     return Quality(
@@ -226,6 +227,12 @@ def quality(engine: Engine, prompts: Sequence[Sequence[int]], *, tokens: int) ->
         statistics_of[1],
         DRAWN - 1,
     )
+
+
+def _tied(logits: Tensor) -> bool:
+    """Whether the last of those drawn from is as large as the next: vLLM then draws from more, the head from any."""
+    best = logits.topk(DRAWN + 1).values
+    return bool(best[-1] == best[-2])
 
 
 def chi_square(logits: Tensor, right: Tensor) -> float:
