@@ -11,7 +11,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GROUPS, TRIES = 5, 3  # queries that are measured with at each size, and how often each
 # The share of the exact head's time that the adaptive one may take: between the layers of a model less of what it reads
 # is in a cache than here, and in doubt the exact one answers.
-LEAD = 0.75
+LEAD = 0.5
 STATES = BATCHES[-1] * 2  # that are measured with
 
 
@@ -33,7 +33,7 @@ def measure_crossover(
 
     Example:
         >>> import torch
-        >>> measure_crossover(lambda x: time.sleep(0.007 * len(x)), lambda x: time.sleep(0.03), torch.zeros(64, 2))
+        >>> measure_crossover(lambda x: time.sleep(0.005 * len(x)), lambda x: time.sleep(0.03), torch.zeros(64, 2))
         2
     """
     best = 0
