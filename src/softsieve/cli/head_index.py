@@ -10,42 +10,79 @@ from typing import Annotated
 import typer
 
 from softsieve.cli.errors import one_line
-from softsieve.cli.head import check_place
-from softsieve.cli.head_bench import Delta, Eps
+from softsieve.cli.head import DTYPES, check_place, quiet_hub
+from softsieve.cli.head_bench import Delta
 from softsieve.cli.progress import bar, error_console
 from softsieve.errors import InputError
 
 QUERIES = "hidden states: .npy (N, d), or .safetensors with NAME.calibration, NAME.test or a single matrix"
 CORPUS = "of a .safetensors file: which NAME; several; all if not given"
+MODEL = "The index of a language model, for vLLM"
 ALL = "use every row. Otherwise rows 0, 2, 4, ... are for build and rows 1, 3, 5, ... for calibrate"
 
 
 def build(
-    weight: Annotated[Path, typer.Argument(help="the weight (n, d): .safetensors or .npy")],
-    queries: Annotated[Path, typer.Option(help=QUERIES)],
-    out: Annotated[Path, typer.Option(help="the index to write, .safetensors; the weight is in it, too")],
+    weight: Annotated[Path | None, typer.Argument(help="the weight (n, d): .safetensors or .npy")] = None,
+    queries: Annotated[Path | None, typer.Option(help=QUERIES)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="the index to write, .safetensors; the weight is in it, too. Of --model: a folder"),
+    ] = None,
     tensor: Annotated[str, typer.Option(help="of a .safetensors file: the name of the weight")] = "weight",
     bias: Annotated[
         str | None, typer.Option(help="of a .safetensors file: the name of the bias; 'bias' if there")
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help=CORPUS)] = None,
     every: Annotated[bool, typer.Option("--all", help=ALL)] = False,
-    eps: Eps = 0.3,
+    eps: Annotated[float | None, typer.Option(help="relative error of a probability; 0.3, of --model 0.1")] = None,
     delta: Delta = 0.01,
     beta: Annotated[float, typer.Option(help="what logits are multiplied by")] = 1.0,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+    model: Annotated[str | None, typer.Option(help="name or folder of a language model", rich_help_panel=MODEL)] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="a UTF-8 file like what will be served, may be .gz or .xz", rich_help_panel=MODEL),
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="so many of the largest logits are exact; several; 4, 20, 64", rich_help_panel=MODEL),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="processes that share the rows: tensor parallelism", rich_help_panel=MODEL)
+    ] = 1,
+    states: Annotated[int, typer.Option(min=16, help="hidden states, from the text", rich_help_panel=MODEL)] = 4000,
+    window: Annotated[int, typer.Option(min=2, help="tokens read at a time", rich_help_panel=MODEL)] = 256,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"of the engine: {', '.join(DTYPES)}; as vLLM does if not given", rich_help_panel=MODEL),
+    ] = None,
+    bos: Annotated[
+        bool | None,
+        typer.Option(help="begin windows with the token for that; found if not given", rich_help_panel=MODEL),
+    ] = None,
 ) -> None:
-    """Make the index of a cascade for queries like these.
+    """Make the index of a cascade for queries like these; with --model all that vLLM needs, in one command.
 
     softsieve head build head.safetensors --queries head.safetensors --out index.safetensors
+
+    softsieve head build --model FOLDER --text text.txt
     """
     with one_line():
+        if (weight is None) == (model is None):
+            raise InputError(f"build: expected a weight or --model, found {'neither' if model is None else 'both'}")
+        if model is not None:
+            if text is None or queries is not None:
+                raise InputError("build: expected --model with --text, and without --queries")
+            _build_for(model, text, out, k, eps, delta, ranks, states, window, dtype, bos, seed)
+            return
+        if weight is None or queries is None or out is None:
+            raise InputError("build: expected a weight with --queries and --out")
         check_place(out)
         from softsieve.heads import AdaptiveSoftmax
         from softsieve.integrations import matrix_file
 
         matrix, vector = matrix_file.read_weight(weight, tensor, bias)
-        made = AdaptiveSoftmax(matrix, vector, eps=eps, delta=delta, beta=beta, seed=seed)
+        made = AdaptiveSoftmax(matrix, vector, eps=0.3 if eps is None else eps, delta=delta, beta=beta, seed=seed)
         parts = matrix_file.read_queries(queries, corpus, "calibration", step=1 if every else 2)
         start = time.perf_counter()
         with bar(console := error_console(), "reading") as progress:
@@ -54,6 +91,53 @@ def build(
         n, d = matrix.shape
         console.print(f"{n} x {d}: built in {time.perf_counter() - start:.1f} s, {out}")
         console.print("next: softsieve head calibrate")
+
+
+def _build_for(
+    model: str, text: Path, out: Path | None, ks: list[int] | None, eps: float | None, delta: float, ranks: int,
+    states: int, window: int, dtype: str | None, bos: bool | None, seed: int,
+) -> None:  # fmt: skip
+    """The index of a language model, for an engine."""
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    quiet_hub()
+    import torch
+
+    from softsieve.integrations.vllm import building
+
+    start = time.perf_counter()
+    lines: list[str] = []
+    with bar(console := error_console(), "reading") as progress:
+        built = building.build_index(
+            model,
+            text,
+            out,
+            ks=ks or building.KS,
+            eps=building.EPS if eps is None else eps,
+            delta=delta,
+            ranks=ranks,
+            count=states,
+            window=window,
+            dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
+            bos=bos,
+            seed=seed,
+            progress=progress,
+            say=lines.append,
+        )
+    for line in lines:
+        console.print(line)
+    about = built.description
+    first = "none" if built.first is None else str(built.first)
+    console.print(f"{about.rows} x {about.columns}, {about.dtype}; texts begin with token: {first}")
+    for k, parts in built.coverage.items():
+        for rank, seen in enumerate(parts):
+            where = f" on rank {rank}" if ranks > 1 else ""
+            promised = 1 - about.delta / ranks
+            console.print(
+                f"k = {k}{where}: right {seen.right:.2%} of {seen.queries} other states, promised {promised:.2%}; "
+                f"reads {seen.read:.2%}, {seen.exact:.1%} exactly"
+            )
+    console.print(f"built in {time.perf_counter() - start:.0f} s: {built.folder}")
 
 
 def calibrate(

@@ -84,7 +84,7 @@ class ShardedAdaptiveSoftmax:
         rotate: bool = False,
         seed: int = 0,
     ) -> None:
-        ranks = _Ranks(group)
+        ranks = Ranks(group)
 
         def make() -> AdaptiveSoftmax:
             return AdaptiveSoftmax(
@@ -102,7 +102,7 @@ class ShardedAdaptiveSoftmax:
 
         self._use(ranks, make)
 
-    def _use(self, ranks: _Ranks, make: Callable[[], AdaptiveSoftmax]) -> None:
+    def _use(self, ranks: Ranks, make: Callable[[], AdaptiveSoftmax]) -> None:
         self._ranks, self.head = ranks, ranks.together(make)
         self._device_type = self.head.weight.device.type
         self._sizes: list[int] = ranks.tell(len(self.head.weight))
@@ -265,34 +265,52 @@ class ShardedAdaptiveSoftmax:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], *, weight: bool = True) -> None:
         """Write the shard of every rank, with all that was fitted, to a file of its own in a folder.
 
         Each is one of `AdaptiveSoftmax.save`. All are there when this returns.
+
+        Args:
+            weight: whether the weight and the bias are written, too. If not, `load` needs them as arguments.
 
         Raises:
             InputError: when the file of this rank cannot be written.
             RuntimeError: when that of another rank cannot.
         """
-        self._ranks.together(lambda: self.head.save(_file(folder, self._ranks)))
+        self._ranks.together(
+            lambda: self.head.save(shard_file(folder, self._ranks.rank, self._ranks.count), weight=weight)
+        )
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, group: Any = None) -> ShardedAdaptiveSoftmax:
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        group: Any = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> ShardedAdaptiveSoftmax:
         """Read what `save` wrote, with as many ranks as there were then. Executes nothing.
 
+        Args:
+            weight, bias: those of this rank, if they were saved without. They are used where they are, not copied.
+
         Raises:
-            InputError: when the file of this rank is not there, or is not one of `save`.
+            InputError: when the file of this rank is not there, is not one of `save`, or was made of another weight.
             RuntimeError: when that of another rank is not.
         """
-        head, ranks = cls.__new__(cls), _Ranks(group)
-        head._use(ranks, lambda: AdaptiveSoftmax.load(_file(folder, ranks)))
+        head, ranks = cls.__new__(cls), Ranks(group)
+        head._use(
+            ranks,
+            lambda: AdaptiveSoftmax.load(shard_file(folder, ranks.rank, ranks.count), weight=weight, bias=bias),
+        )
         return head
 
 
 # -- what ranks tell each other ----------------------------------------------------------------------------------------
 
 
-class _Ranks:
+class Ranks:
     """The processes that share a head; this one alone where there is no process group."""
 
     def __init__(self, group: Any) -> None:
@@ -351,8 +369,9 @@ def _agree(heads: list[list[float]]) -> None:
         raise ValueError(f"x, k: expected the same on all ranks, found {', '.join(asked)}")
 
 
-def _file(folder: str | os.PathLike[str], ranks: _Ranks) -> Path:
-    return Path(folder) / f"rank-{ranks.rank}-of-{ranks.count}.safetensors"
+def shard_file(folder: str | os.PathLike[str], rank: int, ranks: int) -> Path:
+    """Where the shard of a rank is saved."""
+    return Path(folder) / f"rank-{rank}-of-{ranks}.safetensors"
 
 
 NUMBERS = 6  # of a query, besides its top k

@@ -13,6 +13,7 @@ from softsieve.extras import loaded, package
 from softsieve.tasks.hf import no_bar
 
 _PIECE = 1 << 16  # characters given to the tokenizer at a time
+_TRIED, _LOST = 128, 1.0  # tokens with which a first token is tried, and what it has to be worth
 _CHECKED = 16  # tokens over which the model's own logits are compared
 
 
@@ -86,6 +87,25 @@ def first_token(tokenizer: Any, *, bos: bool | None = None) -> int | None:
     if bos is None:
         bos = token is not None and tokenizer("").input_ids[:1] == [token]
     return token if bos else None
+
+
+@torch.no_grad()
+def measured_first_token(model: Any, tokenizer: Any, ids: Tensor) -> int | None:
+    """The token that a model wants texts to begin with, None for none, also where its tokenizer does not say.
+
+    As the tokenizer has it. Where that begins texts with nothing, but knows a token for it, both are tried over some
+    tokens of a text: a model that cannot do without loses more than `_LOST` nats a token.
+    """
+    first, token = first_token(tokenizer), tokenizer.bos_token_id
+    if first is not None or token is None:
+        return first
+    ids = ids[:_TRIED].to(model.device)
+    losses = []
+    for lead in ([], [token]):
+        tokens = torch.cat([ids.new_tensor(lead), ids])[None]
+        logits = model(input_ids=tokens, use_cache=False).logits[0, len(lead) : -1]
+        losses.append(float(nn.functional.cross_entropy(logits.float(), ids[1:])))
+    return int(token) if losses[0] - losses[1] > _LOST else None
 
 
 def tokens_of(tokenizer: Any, text: str, *, count: int, place: str = "text") -> Tensor:

@@ -1,0 +1,47 @@
+"""Logits of all rows from an answer for the k largest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softsieve.heads import TopK
+
+
+def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
+    """Logits (batch, rows) in float32: those of the answer in their places, one *floor* in all others.
+
+    The floor is such that the exponentials of the others sum up to what the answer says of them, the partition
+    function less the k largest. So ``log_softmax`` gives the k largest their log-probabilities with the promised error,
+    nothing else can be chosen, or drawn with ``top_k`` up to k, and the rank of each of them is right.
+
+    Args:
+        answer: for the k largest of queries (batch, d).
+        dtype: that of the exact head's logits, which those of the answer are rounded to: where two of them are equal
+            to the exact head, they are equal here.
+
+    Example:
+        >>> from softsieve import AdaptiveSoftmax
+        >>> weight, x = torch.arange(8.0)[:, None], torch.ones(1, 1)
+        >>> logits = spread(AdaptiveSoftmax(weight).topk(x, 3), 8, torch.float32)
+        >>> [round(value, 2) for value in logits[0].tolist()]
+        [2.84, 2.84, 2.84, 2.84, 2.84, 5.0, 6.0, 7.0]
+        >>> torch.allclose(logits.logsumexp(-1), (x @ weight.T).logsumexp(-1))
+        True
+    """
+    # In numpy: right after the rest of the model nothing is in a cache, and an operation of torch takes several times
+    # as long.
+    values, indices = answer.logits.to(dtype).float().numpy(), answer.indices.numpy()
+    batch, k = values.shape
+    logits = np.empty((batch, rows), np.float32)
+    if k < rows:
+        log_z = answer.log_z.double().numpy()
+        share = np.exp(answer.logits.double().numpy() - log_z[:, None]).sum(-1)  # above 1 where log Z is too low
+        rest = np.log(np.maximum(1 - share, np.finfo(np.float64).tiny))
+        below = np.nextafter(values[:, -1], np.float32(-np.inf))
+        logits[:] = np.minimum((log_z + rest - math.log(rows - k)).astype(np.float32), below)[:, None]
+    logits[np.arange(batch)[:, None], indices] = values
+    return torch.from_numpy(logits)

@@ -1,0 +1,301 @@
+"""vLLM's layer that computes logits, with the adaptive head in it.
+
+The class is made of the layer that it replaces, which is an argument: nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softsieve.errors import InputError, first_line
+from softsieve.heads import DriftWarning, TopK
+from softsieve.integrations.distributed import Ranks, ShardedAdaptiveSoftmax
+from softsieve.integrations.plain_layer import describe_instead
+from softsieve.integrations.vllm import counters, index_folder
+from softsieve.integrations.vllm.answers import spread
+from softsieve.integrations.vllm.crossover import STATES, measure_crossover
+from softsieve.integrations.vllm.requests import Need, Reason
+from softsieve.integrations.vllm.threads import bind_threads
+from softsieve.integrations.vllm.tracker import current_batch
+
+LOGGER = logging.getLogger("vllm.softsieve")  # below vLLM's own, so that it is shown with it
+UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")  # vLLM's methods for weights as they are
+WATCHED, DRIFTING = 1000, 0.1  # answers after which, and share of drifted queries from which on, a warning is logged
+
+
+class Site(NamedTuple):
+    """Where a layer is: what the engine around it says."""
+
+    place: Path | None = None  # where to look for an index; None: nowhere
+    required: bool = False  # whether a user named that place, so that nothing there is worth a line
+    strict: bool = False
+    refusal: str | None = None  # why this engine cannot have an adaptive head
+    draft: bool = False  # whether the model only proposes tokens, which another one checks
+    group: Any = None  # the process group of tensor parallelism
+    batch: int | None = None  # so many tokens a step at most; None: measured
+
+
+class Serving(NamedTuple):
+    """An index in use."""
+
+    head: ShardedAdaptiveSoftmax
+    weight: Tensor  # the engine's parameter
+    rows: int  # of the whole vocabulary
+    dtype: torch.dtype  # of the exact head's logits
+    batches: dict[int, int]  # by k, rising: up to how many queries at a time it is faster
+
+    def serves(self, k: int, batch: int) -> tuple[int, Reason | None]:
+        """The calibrated k to ask with, and why not to ask."""
+        calibrated = next((one for one in self.batches if one >= k), None)
+        if calibrated is None:
+            return 0, Reason.TOP_K
+        return calibrated, None if batch <= self.batches[calibrated] else Reason.BATCH
+
+
+class Adaptive:
+    """The adaptive answers of one layer: when to give them, and what was given.
+
+    Attributes:
+        site: where the layer is.
+        serving: the index in use; None before the first call, and when there is none.
+        counters: what was answered.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.serving: Serving | None = None
+        self.counters = counters.Counters(None)
+        self._prepared = False
+        self._answered = self._drifted = 0
+
+    def logits(self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any) -> Tensor | None:
+        """Logits (batch, rows) of a step; None when the exact head is to answer."""
+        k = self._ask(layer, lm_head, hidden, bias, exact)
+        answer = self._topk(lm_head, hidden, k) if k else None
+        return None if answer is None or self.serving is None else spread(answer, self.serving.rows, self.serving.dtype)
+
+    def top_tokens(self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any) -> Tensor | None:
+        """The tokens (batch,) with the largest logits, for drafts; None when the exact head is to answer."""
+        k = self._ask(layer, lm_head, hidden, bias, exact, Need(1))
+        answer = self._topk(lm_head, hidden, k) if k else None
+        return None if answer is None else answer.indices[:, 0]
+
+    def _ask(
+        self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any, need: Need | None = None
+    ) -> int:
+        """The calibrated k to answer these rows with; 0 when the exact head is to answer."""
+        if not self._prepared:
+            self._prepared = True
+            self._prepare(layer, lm_head, bias, exact)
+        if self.serving is None or not len(hidden):
+            return 0
+        if need is None:
+            need = self._need(len(hidden))
+        k, reason = (0, need.reason) if need.reason is not None else self.serving.serves(need.k, len(hidden))
+        if reason is not None:
+            self.counters.add_exact(reason, len(hidden))
+            return 0
+        return k
+
+    def _need(self, rows: int) -> Need:
+        """What is asked of the logits of a step, if these are the rows of the requests in the batch."""
+        if self.site.draft:
+            return Need(1)
+        batch = current_batch()
+        if batch is None or len(batch) != rows:
+            return Need(0, Reason.UNKNOWN)
+        return batch.need()
+
+    def _topk(self, lm_head: Any, hidden: Tensor, k: int) -> TopK | None:
+        """The answer of the head; None, and no more answers from then on, when there is something wrong with it."""
+        serving = self.serving
+        if serving is None:
+            return None
+        try:
+            if lm_head.weight.data_ptr() != serving.weight.data_ptr():
+                raise InputError("weight: not where it was when the index was loaded")
+            bind_threads()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", DriftWarning)
+                answer = serving.head.topk(hidden, k)
+        except (RuntimeError, TypeError, ValueError) as error:  # on all ranks, if on one
+            self.serving = None  # also with `strict`, which is about starting: the server goes on
+            LOGGER.warning("softsieve: the exact head answers from now on: %s", first_line(error))
+            return None
+        self._count(answer, [warning for warning in caught if issubclass(warning.category, DriftWarning)])
+        return answer
+
+    def _count(self, answer: TopK, drift: list[Any]) -> None:
+        fallbacks = int(answer.exact.sum())
+        self.counters.add(answers=len(answer.exact) - fallbacks, bytes_read=int(answer.bytes_read.sum()))
+        if fallbacks:
+            self.counters.add_exact(Reason.DRIFT if drift else Reason.EXPENSIVE, fallbacks)
+        self._answered += len(answer.exact)
+        self._drifted += fallbacks if drift else 0
+        if self._answered >= WATCHED:
+            if self._drifted > DRIFTING * self._answered:
+                LOGGER.warning(
+                    "softsieve: %d of the last %d states are unlike those of the index and were answered exactly: "
+                    "build it with a text like what is served (%s)",
+                    self._drifted,
+                    self._answered,
+                    str(drift[0].message) if drift else "see softsieve_exact_total",
+                )
+            self._answered = self._drifted = 0
+
+    # -- the index -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, why: str, *, quietly: bool = False) -> None:
+        """Say in one line why the exact head answers; with ``strict`` an error."""
+        if self.site.strict:
+            raise InputError(f"softsieve: {why}")
+        LOGGER.log(logging.DEBUG if quietly else logging.WARNING, "softsieve: the exact head answers: %s", why)
+
+    def _prepare(self, layer: Any, lm_head: Any, bias: Tensor | None, exact: Any) -> None:
+        site = self.site
+        if site.place is None:
+            self._refuse("no index is named, and the model is in no folder of this machine", quietly=True)
+            return
+        if not site.required and not site.place.is_dir():
+            self._refuse(f"{site.place}: no such folder", quietly=True)
+            return
+        try:
+            ranks = Ranks(site.group)
+            self.serving, folder = self._load(layer, lm_head, bias, exact, ranks)
+        except (InputError, RuntimeError) as error:
+            self._refuse(first_line(error))
+            return
+        if ranks.rank == 0:
+            self.counters = counters.Counters(os.environ.get(counters.FOLDER))
+            sizes = ", ".join(f"{batch} for the {k} largest" for k, batch in self.serving.batches.items())
+            LOGGER.info("softsieve: %s: the adaptive head answers steps of up to so many tokens: %s", folder, sizes)
+
+    def _load(self, layer: Any, lm_head: Any, bias: Tensor | None, exact: Any, ranks: Ranks) -> tuple[Serving, Path]:
+        """Find the index of this layer, load it on all ranks, and measure.
+
+        Raises:
+            InputError: when this rank has none that it can use.
+            RuntimeError: when another rank has none.
+        """
+        place = self.site.place
+
+        def find() -> Path:
+            if self.site.refusal is not None:
+                raise InputError(self.site.refusal)
+            _check_layer(layer, lm_head)
+            rows = lm_head.shard_indices.num_org_elements
+            return index_folder.find_index(
+                Path(str(place)), lm_head.weight[:rows], _part(bias, rows), rank=ranks.rank, ranks=ranks.count
+            )
+
+        folder = ranks.together(find)
+        rows = lm_head.shard_indices.num_org_elements
+        description = index_folder.read_description(folder)
+        bind_threads()
+        head = ShardedAdaptiveSoftmax.load(
+            folder, group=self.site.group, weight=lm_head.weight[:rows].detach(), bias=_part(bias, rows)
+        )
+
+        def check() -> Tensor:
+            if description.rows != layer.org_vocab_size:
+                raise InputError(f"{folder}: expected {layer.org_vocab_size} rows, found {description.rows}")
+            if not math.isclose(head.head.beta, layer.scale, rel_tol=1e-3):
+                raise InputError(f"{folder}: expected logits times {layer.scale:g}, found times {head.head.beta:g}")
+            states, _ = index_folder.read_states(folder)
+            return index_folder.sample(states.to(lm_head.weight.dtype), STATES)
+
+        states = ranks.together(check)
+        dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
+        serving = Serving(head, lm_head.weight, description.rows, dtype, {})
+        for k in description.ks:
+            own = self.site.batch
+            serving.batches[k] = self._crossover(serving, k, exact, states, ranks) if own is None else own
+        return serving, folder
+
+    @staticmethod
+    def _crossover(serving: Serving, k: int, exact: Any, states: Tensor, ranks: Ranks) -> int:
+        def adaptive(x: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DriftWarning)
+                return spread(serving.head.topk(x, k), serving.rows, serving.dtype)
+
+        def exactly(x: Tensor) -> Tensor:
+            logits: Tensor = exact(x)
+            return logits.float()  # as the sampler does
+
+        return measure_crossover(adaptive, exactly, states, agree=lambda faster: bool(ranks.tell(faster)[0]))
+
+
+def _part(bias: Tensor | None, rows: int) -> Tensor | None:
+    return None if bias is None else bias[:rows].detach()
+
+
+def _check_layer(layer: Any, lm_head: Any) -> None:
+    """Refuse an output layer that is more than a matrix, or does more than multiply.
+
+    Raises:
+        InputError: saying what there is instead.
+    """
+    method = type(getattr(lm_head, "quant_method", None)).__name__
+    instead = describe_instead(lm_head)
+    if instead is None and method not in UNQUANTIZED:
+        instead = f"a quantised weight ({method})"
+    if instead is None and lm_head.weight.device.type != "cpu":
+        instead = f"a weight on {lm_head.weight.device.type}, where vLLM's graphs are not supported yet"
+    if instead is None and layer.soft_cap is not None:
+        instead = f"logits that are soft-capped at {layer.soft_cap:g}"
+    if instead is None and layer.scale <= 0:
+        instead = f"logits that are multiplied with {layer.scale:g}"
+    if instead is None and lm_head.shard_indices.num_added_elements > 0:
+        instead = "a vocabulary with added tokens"
+    if instead is not None:
+        raise InputError(f"expected a plain output layer in memory, found {instead}")
+
+
+def adaptive_layer(base: type, site: Callable[[], Site]) -> type:
+    """A subclass of vLLM's ``LogitsProcessor`` that answers with the adaptive head where that is right and faster.
+
+    Args:
+        base: the class to replace.
+        site: says where a layer is that is being made.
+    """
+    base_class: Any = base
+
+    class AdaptiveLogitsProcessor(base_class):  # type: ignore[misc]
+        """Computes logits: exact, or exact for the largest and a floor elsewhere."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.adaptive = Adaptive(site())
+
+        def forward(
+            self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
+        ) -> Tensor | None:
+            def exact(x: Tensor) -> Any:
+                return base_class.forward(self, lm_head, x, embedding_bias, skip_gather)
+
+            adaptive = getattr(self, "adaptive", None)  # not there in vLLM's layer for LoRA, which borrows this method
+            logits: Tensor | None = None
+            if adaptive is not None and not skip_gather and not getattr(self, "logits_as_input", False):
+                logits = adaptive.logits(self, lm_head, hidden_states, embedding_bias, exact)
+            return exact(hidden_states) if logits is None else logits
+
+        def get_top_tokens(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
+            def exact(x: Tensor) -> Any:
+                return base_class.forward(self, lm_head, x, embedding_bias)
+
+            tokens: Tensor | None = self.adaptive.top_tokens(self, lm_head, hidden_states, embedding_bias, exact)
+            if tokens is None:
+                tokens = base_class.get_top_tokens(self, lm_head, hidden_states, embedding_bias)
+            return tokens
+
+    return AdaptiveLogitsProcessor

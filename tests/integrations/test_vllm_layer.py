@@ -1,0 +1,411 @@
+"""The plug-in of vLLM around a stand-in for the layer that it replaces, which multiplies as vLLM's does."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softsieve import AdaptiveSoftmax
+from softsieve.errors import InputError
+from softsieve.heads import TopK
+from softsieve.integrations.vllm import index_folder, layer, tracker
+from softsieve.integrations.vllm.answers import spread
+from softsieve.integrations.vllm.index_folder import Description
+from softsieve.integrations.vllm.layer import Adaptive, Site, adaptive_layer
+from softsieve.integrations.vllm.requests import Entry, Need, Reason
+
+ROWS, PADDED, COLUMNS = 4000, 4032, 64
+
+
+class UnquantizedEmbeddingMethod:
+    """Named as vLLM's method for plain weights is."""
+
+    def apply(self, lm_head: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(hidden, lm_head.weight, bias)
+
+
+class StandIn(nn.Module):
+    """vLLM's ``LogitsProcessor``, as far as the plug-in calls it."""
+
+    def __init__(self, vocab_size: int, scale: float = 1.0, soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.org_vocab_size, self.scale, self.soft_cap, self.head_dtype = vocab_size, scale, soft_cap, None
+
+    def forward(
+        self, lm_head: Any, hidden: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
+    ) -> Tensor:
+        logits: Tensor = lm_head.quant_method.apply(lm_head, hidden, embedding_bias)
+        return logits if skip_gather else logits[..., : self.org_vocab_size] * self.scale
+
+    def get_top_tokens(self, lm_head: Any, hidden: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
+        return self.forward(lm_head, hidden, embedding_bias).argmax(-1)
+
+
+def make_head(weight: Tensor) -> Any:
+    """An ``lm_head`` with the rows of the weight and the padding that vLLM adds."""
+    padded = nn.Parameter(torch.cat([weight, weight.new_full((PADDED - ROWS, COLUMNS), 9.0)]), requires_grad=False)
+    indices = SimpleNamespace(num_org_elements=ROWS, num_added_elements=0)
+    return SimpleNamespace(weight=padded, shard_indices=indices, quant_method=UnquantizedEmbeddingMethod(), tp_size=1)
+
+
+def make_states(count: int, seed: int) -> Tensor:
+    spectrum = torch.arange(1, COLUMNS + 1) ** -0.5
+    states = torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(seed)) * spectrum * 4
+    return states.to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def weight() -> Tensor:
+    spectrum = torch.arange(1, COLUMNS + 1) ** -0.5
+    return (torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) * spectrum).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def index(weight: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    states = make_states(3000, 2)
+    head = AdaptiveSoftmax(weight, eps=0.1, delta=0.01, method="cascade")
+    head.calibrate(states, [4, 20], generator=torch.Generator().manual_seed(0))
+    head.save(folder / "rank-0-of-1.safetensors", weight=False)
+    index_folder.write_states(folder, states, {})
+    own = index_folder.fingerprint(weight, None)
+    index_folder.write_description(folder, Description(ROWS, COLUMNS, "bfloat16", 1.0, 0.1, 0.01, [4, 20], [own]))
+    return folder
+
+
+@pytest.fixture
+def batch() -> Iterator[Any]:
+    """The batch of an engine whose requests have each written a token."""
+    follower = tracker.BatchTracker(None, "cpu", False)
+    yield lambda *needs: follower.batch.update(
+        range(64), [(place, Entry(need, [1], 0)) for place, need in enumerate(needs)], []
+    )
+    tracker._tracked.clear()
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(index: Path) -> Make:
+    def made(*args: Any, place: Path | None = index, **options: Any) -> Any:
+        where = Site(**{"place": place, "required": True, "batch": 8, **options})
+        return adaptive_layer(StandIn, lambda: where)(*(args or (ROWS,)))
+
+    return made
+
+
+def adaptive(made: Any) -> Adaptive:
+    found: Adaptive = made.adaptive
+    return found
+
+
+def exact(head: Any, x: Tensor) -> Tensor:
+    return StandIn(ROWS).forward(head, x)
+
+
+def test_greedy_tokens_are_those_of_the_exact_head(make: Make, weight: Tensor, batch: Any) -> None:
+    made, head, states = make(), make_head(weight), make_states(400, 3)
+    wrong = 0
+    for x in torch.split(states, 4):
+        batch(*[Need(1)] * 4)
+        logits, right = made(head, x), exact(head, x)
+        assert logits.shape == (4, ROWS)
+        assert logits.dtype == torch.float32
+        wrong += int((logits.argmax(-1) != right.argmax(-1)).sum())
+    assert wrong <= 8  # 2 %, where 1 % is promised
+    answers, read, *_ = adaptive(made).counters.values()
+    assert answers >= 380
+    assert read < 400 * 2 * ROWS * COLUMNS / 2
+
+
+def test_log_probabilities_have_the_promised_error(make: Make, weight: Tensor, batch: Any) -> None:
+    made, head, states = make(), make_head(weight), make_states(400, 4)
+    errors = []
+    for x in states:
+        batch(Need(20))
+        right, own = exact(head, x[None]).float().log_softmax(-1), made(head, x[None]).log_softmax(-1).topk(20)
+        error = (own.values - right.gather(-1, own.indices)).abs().max()
+        missed = (own.values - right.topk(20).values).abs().max()  # of rows that are equal in 8 bits any will do
+        errors.append(float(torch.maximum(error, missed)))
+    promised = -math.log1p(-0.1) + 0.07  # logits up to 16 are rounded to multiples of 1/16
+    assert sum(error > promised for error in errors) <= 8  # 2 %, where 1 % is promised
+    assert sorted(errors)[200] > 0  # they are estimates
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ([Need(0, Reason.SAMPLED)], Reason.SAMPLED),
+        ([Need(1), Need(0, Reason.EDITED)], Reason.EDITED),
+        ([Need(21)], Reason.TOP_K),
+        ([Need(1)] * 9, Reason.BATCH),
+        ([Need(1)] * 2, Reason.UNKNOWN),
+    ],
+)
+def test_what_needs_every_logit_takes_the_exact_head(
+    make: Make, weight: Tensor, batch: Any, needs: list[Need], reason: Reason
+) -> None:
+    made, head = make(), make_head(weight)
+    batch(*needs)
+    x = make_states(3 if reason is Reason.UNKNOWN else len(needs), 5)
+    assert torch.equal(made(head, x), exact(head, x))
+    assert adaptive(made).counters.exact() == {reason.value: len(x)}
+
+
+def test_without_a_batch_the_exact_head_answers(make: Make, weight: Tensor) -> None:
+    made, head, x = make(), make_head(weight), make_states(1, 6)
+    assert torch.equal(made(head, x), exact(head, x))
+    assert adaptive(made).counters.exact() == {"unknown": 1}
+
+
+def test_drafts_take_the_adaptive_head_without_a_batch(make: Make, weight: Tensor) -> None:
+    made, head, x = make(draft=True), make_head(weight), make_states(4, 7)
+    assert made(head, x).argmax(-1).tolist() == exact(head, x).argmax(-1).tolist()
+    assert made.get_top_tokens(head, x).tolist() == exact(head, x).argmax(-1).tolist()
+    assert adaptive(made).counters.values()[0] == 8
+
+
+def test_rows_that_are_not_gathered_are_exact(make: Make, weight: Tensor, batch: Any) -> None:
+    made, head, x = make(), make_head(weight), make_states(1, 8)
+    batch(Need(1))
+    assert torch.equal(made(head, x, None, True), StandIn(ROWS)(head, x, None, True))
+
+
+def test_the_weight_is_shared_and_a_change_is_noticed(
+    make: Make, weight: Tensor, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, head, x = make(), make_head(weight), make_states(1, 9)
+    batch(Need(1))
+    made(head, x)
+    serving = adaptive(made).serving
+    assert serving is not None
+    assert serving.head.head.weight.data_ptr() == head.weight.data_ptr()
+    head.weight.data.mul_(2.0)
+    with torch.no_grad():
+        head.weight[0, 0] += 1.0
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(made(head, x), exact(head, x))
+    assert "the exact head answers from now on" in caplog.text
+    assert adaptive(made).serving is None
+
+
+def test_a_weight_in_another_place_is_noticed(make: Make, weight: Tensor, batch: Any) -> None:
+    made, head, x = make(), make_head(weight), make_states(1, 9)
+    batch(Need(1))
+    made(head, x)
+    head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    assert torch.equal(made(head, x), exact(head, x))
+    assert adaptive(made).serving is None
+
+
+def broken_file(folder: Path) -> None:
+    path = folder / "rank-0-of-1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 255
+    path.write_bytes(content)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (shutil.rmtree, "expected an index, found none"),
+    "unfinished": (lambda folder: (folder / "index.json").unlink(), "expected an index, found none"),
+    "a file is missing": (lambda folder: (folder / "rank-0-of-1.safetensors").unlink(), "expected a file, found none"),
+    "no states": (lambda folder: (folder / "states.safetensors").unlink(), "no such file"),
+    "damaged": (broken_file, "damaged"),
+    "another file": (lambda folder: (folder / "index.json").write_text("{}"), "found another file"),
+    "no JSON": (lambda folder: (folder / "index.json").write_text("{"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("case", SPOILT)
+def test_an_index_that_cannot_be_used_is_one_line_or_an_error(
+    make: Make, weight: Tensor, index: Path, batch: Any, tmp_path: Path, case: str, strict: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    folder = tmp_path / "index"
+    shutil.copytree(index, folder)
+    spoil, message = SPOILT[case]
+    spoil(folder)
+    refused(make(place=folder, strict=strict), make_head(weight), message, strict, batch, caplog)
+
+
+def refused(made: Any, head: Any, message: str, strict: bool, batch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The layer answers exactly, and says why in one line; if it is strict it does not answer."""
+    batch(Need(1))
+    x = make_states(1, 10)
+    if strict:
+        with pytest.raises(InputError, match=message):
+            made(head, x)
+        return
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(made(head, x), exact_of(made, head, x))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "\n" not in lines[0]
+
+
+def exact_of(made: Any, head: Any, x: Tensor) -> Tensor:
+    return StandIn.forward(made, head, x)
+
+
+def quantised(head: Any) -> None:
+    head.quant_method = type("Fp8Method", (UnquantizedEmbeddingMethod,), {})()
+
+
+def other_revision(head: Any) -> None:
+    head.weight.data[7, 7] += 1.0
+
+
+def other_dtype(head: Any) -> None:
+    head.weight = nn.Parameter(head.weight.float(), requires_grad=False)
+
+
+def other_vocabulary(head: Any) -> None:
+    head.shard_indices.num_org_elements = ROWS - 64
+
+
+HEADS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "quantised": (quantised, "found a quantised weight"),
+    "another revision": (other_revision, "found that of another"),
+    "another dtype": (other_dtype, "expected an index for float32 of 64 columns, found one for bfloat16"),
+    "another vocabulary": (other_vocabulary, "found that of another"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("case", HEADS)
+def test_the_index_of_another_layer_is_refused(
+    make: Make, weight: Tensor, batch: Any, case: str, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = make_head(weight)
+    change, message = HEADS[case]
+    change(head)
+    made = make(strict=strict)
+    batch(Need(1))
+    x = make_states(1, 10).to(head.weight.dtype)
+    if strict:
+        with pytest.raises(InputError, match=message):
+            made(head, x)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(made(head, x), exact(head, x))
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((ROWS, 2.0), "expected logits times 2, found times 1"), ((ROWS, 1.0, 30.0), "soft-capped at 30")],
+)
+def test_logits_that_are_treated_otherwise_are_refused(
+    make: Make, weight: Tensor, batch: Any, arguments: tuple[Any, ...], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused(make(*arguments), make_head(weight), message, False, batch, caplog)
+
+
+def test_an_engine_that_cannot_have_one_is_refused(
+    make: Make, weight: Tensor, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused(make(refusal="expected vLLM 0.32"), make_head(weight), "expected vLLM 0.32", False, batch, caplog)
+
+
+def test_no_index_beside_a_model_is_nothing_to_say(
+    make: Make, weight: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, head, x = make(place=tmp_path / "none", required=False), make_head(weight), make_states(1, 11)
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(made(head, x), exact(head, x))
+    assert caplog.text == ""
+
+
+def test_the_index_is_found_among_others_by_its_fingerprint(
+    make: Make, weight: Tensor, index: Path, batch: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(index, tmp_path / "b")
+    shutil.copytree(index, tmp_path / "a")
+    own = index_folder.read_description(index)
+    other = Description(**{**vars(own), "fingerprints": ["0" * 32]})
+    index_folder.write_description(tmp_path / "a", other)
+    made = make(place=tmp_path)
+    batch(Need(1))
+    made(make_head(weight), make_states(1, 12))
+    assert adaptive(made).serving is not None
+
+
+def test_another_number_of_ranks_is_refused(index: Path, weight: Tensor) -> None:
+    with pytest.raises(InputError, match="expected an index for 2 ranks, found one for 1"):
+        index_folder.find_index(index, weight, None, rank=0, ranks=2)
+
+
+def test_the_crossover_is_measured_where_it_serves(
+    make: Make, weight: Tensor, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measure(own: Any, rival: Any, states: Tensor, *, agree: Any) -> int:
+        assert torch.equal(rival(states[:1]), exact(head, states[:1]).float())
+        assert own(states[:1]).shape == (1, ROWS)
+        assert agree(True)
+        asked.append(len(states))
+        return 2
+
+    monkeypatch.setattr(layer, "measure_crossover", measure)
+    made, head = make(batch=None), make_head(weight)
+    batch(*[Need(1)] * 3)
+    x = make_states(3, 13)
+    assert torch.equal(made(head, x), exact(head, x))
+    serving = adaptive(made).serving
+    assert serving is not None
+    assert serving.batches == {4: 2, 20: 2}
+    assert asked == [128, 128]
+    batch(*[Need(1)] * 2)
+    assert made(head, x[:2]).dtype == torch.float32
+
+
+def test_drifted_states_are_answered_exactly_counted_and_told(
+    make: Make, weight: Tensor, batch: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "WATCHED", 10)
+    made, head = make(), make_head(weight)
+    with caplog.at_level(logging.WARNING):
+        for x in -make_states(10, 14) * 50:
+            batch(Need(1))
+            made(head, x[None])
+    assert adaptive(made).counters.exact() == {"drift": 10}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "10 of the last 10 states are unlike those of the index" in lines[0]
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_a_floor_stands_for_the_rest(k: int) -> None:
+    logits = torch.randn(5, 8, dtype=torch.float64)
+    best = logits.topk(k)
+    log_z = logits.logsumexp(-1)
+    none = torch.zeros(5)
+    answer = TopK(best.indices, best.values, best.values, log_z, none, none, none, none.bool())
+    made = spread(answer, 8, torch.float64)
+    torch.testing.assert_close(made.logsumexp(-1), log_z.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(made.topk(k).values, best.values.float())
+    assert (made.topk(k).indices == best.indices).all()
+    assert k == 8 or bool((made.sort(-1).values[:, 7 - k] < best.values[:, -1].float()).all())
+
+
+def test_an_estimate_that_is_too_low_leaves_a_floor_below_all() -> None:
+    none = torch.zeros(1)
+    values = torch.tensor([[3.0, 2.0]])
+    answer = TopK(torch.tensor([[4, 1]]), values, values, torch.tensor([3.0]), none, none, none, none.bool())
+    made = spread(answer, 6, torch.float32)
+    assert made.isfinite().all()
+    assert made[0, 0] < 2.0
