@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from statistics import mean, median, stdev
+from typing import Any
 
 import pytest
 
+from benchmarks import text
 from softsieve.comparisons.output import read_table
 from softsieve.heads.cascade import calibration as cascade_calibration
 from softsieve.heads.coordinates import calibration
@@ -80,3 +84,31 @@ def test_how_many_architectures_are_tested() -> None:
 
     with_pictures = 2
     assert f"{len(NAMES) + with_pictures} are tested" in text_of("guides/language-models.md")
+
+
+def line_of_texts(results: list[dict[str, Any]]) -> str:
+    """One data set of `python -m benchmarks text` as the page shows it."""
+    by_method: dict[str, list[float]] = {}
+    for result in results:
+        by_method.setdefault(result["method"], []).append(100 * result["test"])
+    ours = by_method[text.OURS]
+    first = results[0]
+    cells = [f"{first['rows']:,}", f"{first['classes']:,}", f"{mean(ours):.2f} ± {stdev(ours):.2f}"]
+    cells += [f"{by_method[rival][0]:.2f}" if rival in by_method else "" for rival in text.RIVALS]
+    seconds = [median(r["seconds"] for r in results if r["method"] == name) for name in by_method]
+    cells.append(" / ".join(f"{one:.0f}" for one in seconds))
+    return f"| {first['data']} | {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def test_the_text_model_is_on_the_page_as_on_record() -> None:
+    lines = text_of("results/README.md").splitlines()
+    by_data: dict[str, list[dict[str, Any]]] = {}
+    for name in ("text-cpu.json", "text-eurlex-cpu.json"):
+        for result in json.loads((ROOT / "benchmarks/results" / name).read_text())["results"]:
+            by_data.setdefault(result["data"], []).append(result)
+    assert len(by_data) == 5
+    for results in by_data.values():
+        assert line_of_texts(results) in lines
+    for result in json.loads((ROOT / "benchmarks/results/memory-cpu.json").read_text())["results"]:
+        cells = [f"{result[name]:,.0f}" for name in ("file_mb", "rows", "classes", "peak_mb")]
+        assert f"| {result['case']} | {' | '.join(cells)} |" in lines

@@ -144,7 +144,7 @@ def test_predict_takes_the_index_or_all(tmp_path: Path, runs: dict[str, tuple[Pa
             result = CliRunner().invoke(app, command)
             assert result.exit_code == 0, result.output
             assert json.loads(out.read_text())["prediction"] == ["item7"]
-            assert asked == [(1, 64)]  # the first time alone
+            assert asked == [(1, 256)]  # the first time alone
 
 
 def test_an_index_is_made_where_it_is_asked_for(tmp_path: Path) -> None:
