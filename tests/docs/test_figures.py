@@ -112,3 +112,13 @@ def test_the_text_model_is_on_the_page_as_on_record() -> None:
     for result in json.loads((ROOT / "benchmarks/results/memory-cpu.json").read_text())["results"]:
         cells = [f"{result[name]:,.0f}" for name in ("file_mb", "rows", "classes", "peak_mb")]
         assert f"| {result['case']} | {' | '.join(cells)} |" in lines
+
+
+def test_vllm_is_on_the_page_as_on_record() -> None:
+    lines = text_of("results/README.md").splitlines()
+    record = json.loads((ROOT / "benchmarks/results/vllm-gemma3-cpu.json").read_text())
+    for row in record["results"]:
+        names = ("tokens_s", "exact_tokens_s", "faster", "adaptive", "head_ms", "exact_head_ms", "step_ms")
+        speed, exact, ratio, share, *times = (row[name] for name in names)
+        cells = [str(row["batch"]), f"{speed:.1f}", f"{exact:.1f}", f"{ratio:.2f}", f"{100 * share:.0f} %"]
+        assert "| " + " | ".join([*cells, *(f"{time:.1f}" for time in times)]) + " |" in lines
