@@ -395,7 +395,8 @@ def test_an_engine_in_its_own_process_counts_for_the_first_one(model: Path, engi
     answers, read, prompts, *_ = printed(done, "COUNTED")
     assert answers >= 60
     assert read > 0
-    assert prompts == 4
+    assert prompts >= 4  # and the tokens that shared a step with one: prompts arrive while the engine works
+    assert answers + prompts == sum(map(len, texts))
 
 
 def test_two_ranks_answer_as_one_does(model: Path, engine: Engine, tmp_path: Path) -> None:
