@@ -13,6 +13,7 @@ from softsieve.tasks.examples import Examples
 from softsieve.tasks.hf import PretrainedBody
 from softsieve.tasks.read import read_data
 from softsieve.tasks.task import Task
+from softsieve.training.checkpoint import checkpoints
 from softsieve.training.frozen import freeze
 from softsieve.training.run import encode, load_model, train
 from softsieve.training.settings import Settings
@@ -99,3 +100,15 @@ def test_what_cannot_be_frozen_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(TypeError, match="freeze_encoder: expected True or False, found str"):
         Settings(freeze_encoder="yes")  # type: ignore[arg-type]
+
+
+def test_a_frozen_run_goes_on_though_states_differ_in_their_last_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, splits = build(tmp_path, "text")
+    train(task, splits, Settings(freeze_encoder=True, epochs=2), output=tmp_path / "run")
+    forward = PretrainedBody.forward
+    monkeypatch.setattr(PretrainedBody, "forward", lambda body, **inputs: forward(body, **inputs) * (1 + 1e-6))
+    [checkpoint] = checkpoints(tmp_path / "run")
+    longer = train(task, splits, Settings(freeze_encoder=True, epochs=4), output=tmp_path / "run", resume=checkpoint)
+    assert longer.result.trained == 4 * len(splits.train)

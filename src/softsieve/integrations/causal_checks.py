@@ -13,20 +13,10 @@ from torch import Tensor
 
 from softsieve.errors import InputError
 from softsieve.integrations.causal_layer import check_layer, check_product
+from softsieve.integrations.hidden_states import layer_of
 
 _PROBED = 8  # tokens over which the loss is compared with the model's own
 _KNOWN = ("accelerate", "softsieve", "torch", "transformers", "trl")  # packages that may have wrapped forward
-
-
-def layer_of(model: Any) -> Any:
-    """The output layer of a model; refused when there is none."""
-    try:
-        layer = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        layer = None
-    if layer is None:
-        raise InputError(f"model: expected one with output embeddings, found {type(model).__name__}")
-    return layer
 
 
 def check_model(model: Any) -> Any:

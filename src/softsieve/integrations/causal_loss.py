@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
-from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, layer_of, own_loss, probe
+from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, own_loss, probe
 from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.hidden_states import layer_of
 from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
 

@@ -65,14 +65,20 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
     return model.to(device).eval()
 
 
-def output_layer(model: Any) -> nn.Module:
-    """The linear layer that makes the logits; refused when its weight is no matrix of floating-point numbers."""
+def layer_of(model: Any) -> Any:
+    """The output layer of a model, whatever it is; refused when there is none."""
     try:
         layer = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         layer = None
     if layer is None:
         raise InputError(f"model: expected one with output embeddings, found {type(model).__name__}")
+    return layer
+
+
+def output_layer(model: Any) -> nn.Module:
+    """The linear layer that makes the logits; refused when its weight is no matrix of floating-point numbers."""
+    layer = layer_of(model)
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise InputError(f"model: expected output embeddings with a matrix, found {type(layer).__name__}")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve.errors import InputError
-from softsieve.integrations.hidden_states import inputs_of, output_layer
+from softsieve.integrations.hidden_states import inputs_of, layer_of, output_layer
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PACKED = ("qweight", "weight_packed", "W_q", "_packed_params")  # names that packages give to quantised weights
@@ -21,11 +21,7 @@ def plain_layer(model: Any) -> Any:
     Raises:
         InputError: when there is none, or its weight is quantised, sharded or elsewhere.
     """
-    try:
-        layer = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        layer = None
-    instead = None if layer is None else describe_instead(layer)
+    instead = describe_instead(layer_of(model))
     if instead is not None:
         raise InputError(f"model: expected an output layer whose rows can be read one by one, found {instead}")
     return output_layer(model)

@@ -94,13 +94,17 @@ def read_data(
     return with_validation(data, str(source), validation_share, seed=seed)
 
 
-def with_validation(data: Data, source: str, validation_share: float, *, seed: int = 0) -> Data:
+def with_validation(
+    data: Data, source: str, validation_share: float, *, seed: int = 0, hint: str = "give label_column"
+) -> Data:
     """Data whose labels can be learnt, with a share of the training rows held out where there is no validation part.
+
+    The ``hint`` says what to do where every row has a label of its own.
 
     Raises:
         InputError: naming the source, for labels that cannot be learnt, or too few rows.
     """
-    _check_labels(data, source)
+    _check_labels(data, source, hint)
     data = data._replace(notes=(*data.notes, *_unseen_notes(data)))
     if data.validation is None and validation_share > 0:
         kept, held_out = hold_out(data, max(1, round(validation_share * len(data.train.inputs))), seed=seed)
@@ -209,7 +213,7 @@ def _read_part(source: str | Path, name: str, wanted: Wanted) -> Part:
     return parts.get(name, parts["train"])
 
 
-def _check_labels(data: Data, source: str) -> None:
+def _check_labels(data: Data, source: str, hint: str) -> None:
     """Refuse a single class, and labels that are no classes."""
     counts = Counter(label for labels in data.train.labels for label in as_list(labels))
     least = 1 if data.kind == "multilabel" else 2  # any number of labels a row: one of them may be there or not
@@ -224,7 +228,7 @@ def _check_labels(data: Data, source: str) -> None:
         raise InputError(f"{source}: the labels look like a regression target: expected classes, found {found}")
     if different == rows:
         found = f"a label of its own in every one of {rows} rows ({some}, ...)"
-        raise InputError(f"{source}: expected classes that several rows have, found {found}; give label_column")
+        raise InputError(f"{source}: expected classes that several rows have, found {found}; {hint}")
 
 
 def _is_number(label: str) -> bool:

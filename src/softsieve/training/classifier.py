@@ -124,12 +124,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         except (InputError, TypeError) as error:
             raise type(error)(f"validation: {error}") from None
         data = Data("", given.part.kind, given.part.examples, held_out, None, given.part.labels)
-        try:
-            data = with_validation(data, "y", self.validation_share)
-        except InputError as error:
-            if y is None or column is not None:
-                raise
-            raise InputError(str(error).replace("give label_column", "give as y the class of each row")) from None
+        hint = "give label_column" if y is None or column is not None else "give as y the class of each row"
+        data = with_validation(data, "y", self.validation_share, hint=hint)
         multilabel = data.kind == "multilabel"
         _checks.choice("loss", self.loss, MULTI_LABEL if multilabel else SINGLE_LABEL)
         if data.validation is None and self.patience:

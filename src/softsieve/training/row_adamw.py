@@ -31,7 +31,7 @@ class RowAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for weight in group["params"] if group.get("by_rows") else ():
                 if weight.grad is not None:
-                    self._step_rows(weight, group)
+                    self._step_rows(weight, weight.grad, group)
                     apart.append((weight, weight.grad))
                     weight.grad = None  # nothing for the step of all others
         loss = super().step(closure)
@@ -39,8 +39,8 @@ class RowAdamW(torch.optim.AdamW):
             weight.grad = grad
         return loss
 
-    def _step_rows(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
-        state, grad = self.state[weight], weight.grad
+    def _step_rows(self, weight: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -58,7 +58,6 @@ class RowAdamW(torch.optim.AdamW):
             return value * kept - length * mean / (square.sqrt() / spread).add_(group["eps"]), mean, square
 
         tensors = weight, state["exp_avg"], state["exp_avg_sq"]
-        assert grad is not None  # noqa: S101
         if grad.is_sparse:
             grad = grad.coalesce()
             values, numbers = grad.values(), grad.indices()[0]

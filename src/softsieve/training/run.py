@@ -94,6 +94,7 @@ def train(
     torch.manual_seed(settings.seed)
     objective = settings.objective(multilabel=task.multilabel)
     model = task.model(objective)
+    given = splits.train
     if settings.freeze_encoder:
         splits = _freeze(model, splits, show, console)
     batches = torch.split(torch.arange(len(splits.train)), SHOWN_CLASSES)
@@ -102,6 +103,8 @@ def train(
         model, objective, splits.train, task, settings,
         validation=splits.validation, output=output, show=show, console=console, stop=stop,
     )  # fmt: skip
+    if settings.freeze_encoder:  # states differ in their last bits where threads do: a run is known by its texts
+        trainer.fingerprint = given.fingerprint()
     if settings.class_weights is not None:
         trainer.replica.class_weight = _weigh(task, splits, settings).to(trainer.replica.device)
     _refuse_late(trainer, task, splits, index)
