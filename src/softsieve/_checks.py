@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from softsieve.errors import InputError
+
 REDUCTIONS = ("none", "mean", "sum")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -75,6 +77,16 @@ def path(name: str, value: object) -> Path:
     if "\0" in str(value) or any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
         raise ValueError(f"{name}: expected a path that a file can have, found {str(value)[:80]!r}")
     return Path(value)
+
+
+def device(name: str | None) -> torch.device:
+    """The device of that name, None: a GPU where there is one; refused where there is none of that name."""
+    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    if name is None:
+        return torch.device("cuda" if len(there) > 1 else "cpu")
+    if name not in there and not (name == "cuda" and len(there) > 1):
+        raise InputError(f"device: expected one of {', '.join(there)}, found {name!r}")
+    return torch.device(name)
 
 
 def state(value: object, names: Iterable[str]) -> None:

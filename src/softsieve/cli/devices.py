@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from softsieve import _checks
 from softsieve.errors import InputError
 
 DEVICE_HELP = "cpu, cuda or cuda:1; a GPU where there is one, if not given"
@@ -22,15 +23,12 @@ def choose_device(name: str | None) -> torch.device:
         Traceback (most recent call last):
         softsieve.errors.InputError: device: expected one of cpu..., found 'cuda:64'
     """
+    device = _checks.device(name)
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    if name not in there and not (name == "cuda" and len(there) > 1):
-        raise InputError(f"device: expected one of {', '.join(there)}, found {name!r}")
+        return device
     if ":" in name and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(f"device: expected cpu or cuda with several processes, found {name!r}")
     os.environ["ACCELERATE_USE_CPU"] = str(name == "cpu").lower()
-    device = torch.device(name)
     if device.index is not None:
         torch.cuda.set_device(device)
     return device

@@ -218,7 +218,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         made = cls(device=device)
         place = _checks.path("folder", folder)
-        task, model = load_model(place, index=False, device=_device(device))
+        task, model = load_model(place, index=False, device=_checks.device(device))
         made.kind, made._label_column = task.kind, None
         place = place if (place / WEIGHTS).exists() else place / MODEL
         metrics = parse_json(read_text(place / METRICS), place / METRICS) if (place / METRICS).exists() else {}
@@ -245,7 +245,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         _checks.number("validation_share", self.validation_share, 0, 0.999)
         if self.max_length is not None:
             _checks.whole_number("max_length", self.max_length, 4, 2**20)
-        _device(self.device)
+        _checks.device(self.device)
         of_data = ("delta", "epochs", "learning_rate", "batch_size")
         names = ("loss", *of_data, "freeze_encoder", "skip", "patience", "precision", "seed")
         weights = self.class_weights
@@ -315,28 +315,18 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _device(name: str | None) -> torch.device:
-    """The device of that name; refused where there is none."""
-    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    if name is None:
-        return torch.device("cuda" if len(there) > 1 else "cpu")
-    if name not in there and not (name == "cuda" and len(there) > 1):
-        raise InputError(f"device: expected one of {', '.join(there)}, found {name!r}")
-    return torch.device(name)
-
-
 @contextmanager
 def _on(device: str | None, precision: str) -> Iterator[None]:
     """Have Accelerate train there: it remembers what the first training of a process was told, and refuses others."""
     if AcceleratorState._shared_state:
         state = AcceleratorState()
-        other = state.mixed_precision != precision or state.device.type != _device(device).type
+        other = state.mixed_precision != precision or state.device.type != _checks.device(device).type
         if other and state.num_processes == 1:
             AcceleratorState._reset_state(reset_partial_state=True)
     if device is None:
         yield
         return
-    names = {"ACCELERATE_TORCH_DEVICE": str(_device(device)), "ACCELERATE_USE_CPU": str(device == "cpu").lower()}
+    names = {"ACCELERATE_TORCH_DEVICE": str(_checks.device(device)), "ACCELERATE_USE_CPU": str(device == "cpu").lower()}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:
