@@ -108,12 +108,8 @@ def train(
     if settings.class_weights is not None:
         trainer.replica.class_weight = _weigh(task, splits, settings).to(trainer.replica.device)
     _refuse_late(trainer, task, splits, index)
-    if output is not None and resume is None and trainer.replica.is_main:
-        for old in (*checkpoints(output), output / "tensorboard"):
-            remove_folder(old)
-        for name in (RECORD, LOGITS, JUDGED):
-            (output / name).unlink(missing_ok=True)
     if resume is None:
+        _remove_earlier(trainer)
         _write_options(trainer, options)
     result = trainer.fit(resume)
     if resume is not None:  # the checkpoint is one of this run
@@ -185,6 +181,17 @@ def _freeze(model: nn.Module, splits: Splits, show: bool, console: Console | Non
         console.print("what the encoder says of every text is computed, once")
     train, *others = splits
     return Splits(make(train), *(None if rows is None else make(rows) for rows in others))
+
+
+def _remove_earlier(trainer: Trainer) -> None:
+    """Take away what an earlier run left in the folder of this one; its model stays until there is another."""
+    output = trainer.output
+    if output is None or not trainer.replica.is_main:
+        return
+    for old in (*checkpoints(output), output / "tensorboard"):
+        remove_folder(old)
+    for name in (RECORD, LOGITS, JUDGED):
+        (output / name).unlink(missing_ok=True)
 
 
 def _write_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
