@@ -60,6 +60,9 @@ def build(
         bool | None,
         typer.Option(help="begin windows with the token for that; found if not given", rich_help_panel=MODEL),
     ] = None,
+    from_vllm: Annotated[
+        bool, typer.Option("--from-vllm", help="states of what vLLM writes after pieces of it", rich_help_panel=MODEL)
+    ] = False,
 ) -> None:
     """Make the index of a cascade for queries like these; with --model all that vLLM needs, in one command.
 
@@ -73,7 +76,7 @@ def build(
         if model is not None:
             if text is None or queries is not None:
                 raise InputError("build: expected --model with --text, and without --queries")
-            _build_for(model, text, out, k, eps, delta, ranks, states, window, dtype, bos, seed)
+            _build_for(model, text, out, k, eps, delta, ranks, states, window, dtype, bos, from_vllm, seed)
             return
         if weight is None or queries is None or out is None:
             raise InputError("build: expected a weight with --queries and --out")
@@ -95,7 +98,7 @@ def build(
 
 def _build_for(
     model: str, text: Path, out: Path | None, ks: list[int] | None, eps: float | None, delta: float, ranks: int,
-    states: int, window: int, dtype: str | None, bos: bool | None, seed: int,
+    states: int, window: int, dtype: str | None, bos: bool | None, from_vllm: bool, seed: int,
 ) -> None:  # fmt: skip
     """The index of a language model, for an engine."""
     if dtype is not None and dtype not in DTYPES:
@@ -120,6 +123,7 @@ def _build_for(
             window=window,
             dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
             bos=bos,
+            from_vllm=from_vllm,
             seed=seed,
             progress=progress,
             say=lines.append,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from softsieve.heads.cascade import calibration
 from softsieve.integrations import hidden_states
 from softsieve.integrations.distributed import shard_file
 from softsieve.integrations.hidden_states import Head
-from softsieve.integrations.vllm import index_folder
+from softsieve.integrations.vllm import engine_states, index_folder
 from softsieve.integrations.vllm.index_folder import FILE, Description, shard_rows
 from softsieve.integrations.vllm.settings import BESIDE
 from softsieve.tasks.files import read_text
@@ -53,6 +54,7 @@ def build_index(
     window: int = 256,
     dtype: torch.dtype | None = None,
     bos: bool | None = None,
+    from_vllm: bool = False,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
     say: Say = lambda line: None,
@@ -74,6 +76,8 @@ def build_index(
         dtype: of the engine's weight; None: the model's own if it has 16 bits, else bfloat16, as vLLM takes it.
         bos: whether windows begin with the token for that; None: as the tokenizer does, or else as the model does
             better.
+        from_vllm: whether vLLM, which must be installed, goes on with pieces of the text, and the states are those of
+            what it writes; else they are those of the text.
         seed: of what is drawn.
         progress: told how far it is.
         say: told what is kept from before.
@@ -111,7 +115,8 @@ def build_index(
     else:
         first = hidden_states.first_token(tokenizer, bos=bos)
     out.mkdir(parents=True, exist_ok=True)
-    head, states = _states(network, tokens, first, out, window, dtype, progress, say)
+    source = (lambda: _from_engine(model, tokens, first, window, dtype, seed)) if from_vllm else None
+    head, states = _states(network, tokens, first, out, window, dtype, source, progress, say)
     del network
     if head.softcap is not None:
         raise InputError(f"model {model}: expected logits of a linear layer, found soft-capped ones")
@@ -126,14 +131,24 @@ def _own_dtype(model: str) -> torch.dtype:
     return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
+def _from_engine(model: str, tokens: Tensor, first: int | None, window: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Hidden states that vLLM produces."""
+    if find_spec("vllm") is None:
+        raise InputError("from_vllm: expected vLLM to be installed, found that it is not")
+    return engine_states.collect(model, tokens, count=len(tokens), window=window, first=first, dtype=dtype, seed=seed)
+
+
 def _states(
     network: Any, tokens: Tensor, first: int | None, out: Path, window: int, dtype: torch.dtype,
-    progress: ProgressCallback, say: Say,
+    source: Callable[[], Tensor] | None, progress: ProgressCallback, say: Say,
 ) -> tuple[Head, Tensor]:  # fmt: skip
-    """The output layer, and hidden states: those of the folder if they are the same, else new ones, which it keeps."""
+    """The output layer, and hidden states: those of the folder if they are the same, else new ones, which it keeps.
+
+    New ones come from a ``source``, or from reading the text with the network.
+    """
     weight = hidden_states.output_layer(network).weight
     digest = hashlib.sha256(tokens.numpy().tobytes())
-    digest.update(f"{first} {window} {dtype}".encode())
+    digest.update(f"{first} {window} {dtype}{'' if source is None else ' vllm'}".encode())
     digest.update(index_folder.fingerprint(weight.detach(), None).encode())  # type: ignore[operator]
     notes = {"made_of": digest.hexdigest(), "first": "none" if first is None else str(first)}
     try:
@@ -141,7 +156,7 @@ def _states(
         kept = found == notes
     except InputError:
         kept = False
-    some = tokens[: 2 * TEST] if kept else tokens
+    some = tokens if source is None and not kept else tokens[: 2 * TEST]  # these show what follows the layer
 
     def report(rows: int) -> None:
         progress("hidden states", 0.5 * rows / len(tokens))
@@ -151,7 +166,8 @@ def _states(
     if kept:
         say(f"hidden states: {len(states)} from before")
         return head, states
-    states = torch.cat(list(head.corpora["text"]))
+    progress("hidden states", 0.0)
+    states = torch.cat(list(head.corpora["text"])) if source is None else source()
     index_folder.write_states(out, states, notes)
     return head, states
 
