@@ -104,6 +104,21 @@ def test_contract_logits_processors_are_told_of_the_batch_before_its_logits() ->
     assert source.index("_update_states(") < source.index("compute_logits(")
 
 
+def test_contract_the_runner_of_gpus_tells_of_requests_when_they_come() -> None:
+    """By its sources: it needs a GPU."""
+    import vllm
+
+    worker = Path(vllm.__file__).parent / "v1/worker/gpu"
+    sources = {name: (worker / f"{name}.py").read_text() for name in ("model_runner", "sample/sampler")}
+    sources["interface"] = (worker / "sample/logits_processor/interface.py").read_text()
+    assert "processor.add_request(req_idx, sampling_params)" in sources["sample/sampler"]
+    assert "self.sampler.add_request(req_index, new_req_data.sampling_params)" in sources["model_runner"]
+    assert "def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:" in sources["interface"]
+    assert "self, vllm_config: VllmConfig, req_states: LogitsProcRequestState" in sources["interface"]
+    step = sources["model_runner"].split("def execute_model(")[1]
+    assert step.index("self.add_requests(") < step.index("def sample_tokens(")  # logits are computed in the second
+
+
 def test_contract_requests_ask_for_what_they_did() -> None:
     from vllm import SamplingParams
 
@@ -329,8 +344,9 @@ def _both_logits(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
         best = exact[0].topk(11).values
         if best[10] < best[9] and best[0] - best[9] < 4:  # no tie between the 10 and the rest, and all of them likely
             break
-    _tracked[-1] = Batch()
-    _tracked[-1].update([], [(0, Entry(Need(10), [1], 0))], [])
+    asked = Batch()
+    asked.update([], [(0, Entry(Need(10), [1], 0))], [])
+    _tracked[-1] = asked
     answers = layer.adaptive.counters.values()[0]
     own = layer(network.lm_head, state)
     _tracked[-1] = before
@@ -420,6 +436,21 @@ def test_a_draft_model_takes_the_adaptive_head(model: Path, engine: Engine, tmp_
     answers, _, *exact = printed(done, "COUNTED")
     assert answers >= 40
     assert dict(zip(Reason, exact, strict=True))[Reason.UNKNOWN] > 0
+
+
+def test_states_are_those_that_an_engine_gives_its_output_layer(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from softsieve.integrations.vllm import engine_states
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = torch.arange(3, 43)
+    states = engine_states.collect(str(model), tokens, count=30, window=16, first=1, dtype=torch.float32)
+    assert states.shape == (30, COLUMNS)
+    prompts, _ = engine_states.pieces(tokens, count=30, window=16, first=1)
+    with torch.no_grad():  # what comes first are the last states of the prompts
+        right = torch.stack([network.model(torch.tensor([one])).last_hidden_state[0, -1] for one in prompts])
+    torch.testing.assert_close(states[: len(prompts)], right, rtol=1e-3, atol=1e-3)
 
 
 def test_strict_engines_refuse_to_work_without_their_index(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
 from softsieve.heads import TopK
 from softsieve.integrations.vllm import index_folder, layer, tracker
-from softsieve.integrations.vllm.answers import spread
+from softsieve.integrations.vllm.answers import spread, spread_on_device
 from softsieve.integrations.vllm.index_folder import Description
 from softsieve.integrations.vllm.layer import Adaptive, Site, adaptive_layer
 from softsieve.integrations.vllm.requests import Entry, Need, Reason
@@ -353,7 +353,8 @@ def test_the_crossover_is_measured_where_it_serves(
 ) -> None:
     asked: list[int] = []
 
-    def measure(own: Any, rival: Any, states: Tensor, *, agree: Any) -> int:
+    def measure(own: Any, rival: Any, states: Tensor, *, agree: Any, now: Any) -> int:
+        assert now() <= now()
         assert torch.equal(rival(states[:1]), exact(head, states[:1]).float())
         assert own(states[:1]).shape == (1, ROWS)
         assert agree(True)
@@ -409,3 +410,24 @@ def test_an_estimate_that_is_too_low_leaves_a_floor_below_all() -> None:
     made = spread(answer, 6, torch.float32)
     assert made.isfinite().all()
     assert made[0, 0] < 2.0
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(3, torch.bfloat16), (8, torch.float32), (50, torch.float32)])
+def test_logits_are_spread_alike_on_any_device(k: int, dtype: torch.dtype) -> None:
+    made = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    answer = AdaptiveSoftmax(made).topk(make_states(5, 1)[:, :8].float(), k)
+    torch.testing.assert_close(spread_on_device(answer, 50, dtype), spread(answer, 50, dtype), rtol=0, atol=0)
+
+
+def test_an_index_of_another_kind_of_device_is_refused(
+    make: Make, weight: Tensor, index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(index, tmp_path / "other")
+    built = AdaptiveSoftmax(weight, eps=0.1, delta=0.01, method="cascade")
+    built.build(make_states(3000, 2))  # what is fitted on a GPU says nothing on a CPU
+    built.save(folder / "rank-0-of-1.safetensors", weight=False)
+    made = make(place=folder)
+    with caplog.at_level(logging.WARNING):
+        made(make_head(weight), make_states(1, 3))
+    assert adaptive(made).serving is None
+    assert "expected an index for cpu, found one for another kind of device: build it with --device cpu" in caplog.text

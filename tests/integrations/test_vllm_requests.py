@@ -108,12 +108,21 @@ def test_the_batch_is_followed_through_random_changes() -> None:
         assert len(follower.batch) == len(rows)
 
 
-def test_a_runner_that_tells_of_no_batch_has_none() -> None:
-    BatchTracker(None, "cpu", False)
-    assert current_batch() is not None
+def test_a_runner_that_tells_of_no_step_asks_for_what_any_of_its_requests_may_need() -> None:
     follower = BatchTracker(None, object())
-    assert current_batch() is None
-    assert follower.add_request(0, params()) is False
+    slots = current_batch()
+    assert slots is follower.slots
+    assert not slots.has(2)  # an engine that tries itself out before the first request
+    for slot, asked in enumerate((params(), params(logprobs=5))):
+        assert follower.add_request(slot, asked) is False
+    assert slots.has(3)  # a request under speculative decoding has several rows
+    assert slots.need() == Need(5)
+    follower.add_request(1, params(temperature=1.0))
+    assert slots.need() == Need(0, Reason.SAMPLED)
+    follower.add_request(1, params(min_tokens=3))
+    assert slots.need() == Need(0, Reason.EDITED)
+    follower.add_request(1, params())  # the slot is taken by another one
+    assert slots.need() == Need(1)
     assert follower.apply("logits", "context") == "logits"
     assert follower.is_argmax_invariant()
 

@@ -63,6 +63,9 @@ def build(
     from_vllm: Annotated[
         bool, typer.Option("--from-vllm", help="states of what vLLM writes after pieces of it", rich_help_panel=MODEL)
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="where the engine will answer: cpu or cuda", rich_help_panel=MODEL)
+    ] = "cpu",
 ) -> None:
     """Make the index of a cascade for queries like these; with --model all that vLLM needs, in one command.
 
@@ -76,7 +79,7 @@ def build(
         if model is not None:
             if text is None or queries is not None:
                 raise InputError("build: expected --model with --text, and without --queries")
-            _build_for(model, text, out, k, eps, delta, ranks, states, window, dtype, bos, from_vllm, seed)
+            _build_for(model, text, out, k, eps, delta, ranks, states, window, dtype, bos, from_vllm, device, seed)
             return
         if weight is None or queries is None or out is None:
             raise InputError("build: expected a weight with --queries and --out")
@@ -98,7 +101,8 @@ def build(
 
 def _build_for(
     model: str, text: Path, out: Path | None, ks: list[int] | None, eps: float | None, delta: float, ranks: int,
-    states: int, window: int, dtype: str | None, bos: bool | None, from_vllm: bool, seed: int,
+    states: int, window: int, dtype: str | None, bos: bool | None, from_vllm: bool,
+    device: str, seed: int,
 ) -> None:  # fmt: skip
     """The index of a language model, for an engine."""
     if dtype is not None and dtype not in DTYPES:
@@ -106,6 +110,7 @@ def _build_for(
     quiet_hub()
     import torch
 
+    from softsieve.cli.devices import choose_device
     from softsieve.integrations.vllm import building
 
     start = time.perf_counter()
@@ -124,6 +129,7 @@ def _build_for(
             dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
             bos=bos,
             from_vllm=from_vllm,
+            device=choose_device(device),
             seed=seed,
             progress=progress,
             say=lines.append,

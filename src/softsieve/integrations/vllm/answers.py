@@ -32,6 +32,8 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         >>> torch.allclose(logits.logsumexp(-1), (x @ weight.T).logsumexp(-1))
         True
     """
+    if not answer.logits.is_cpu:
+        return spread_on_device(answer, rows, dtype)
     # In numpy: right after the rest of the model nothing is in a cache, and an operation of torch takes several times
     # as long.
     values, indices = answer.logits.to(dtype).float().numpy(), answer.indices.numpy()
@@ -45,3 +47,16 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         logits[:] = np.minimum((log_z + rest - math.log(rows - k)).astype(np.float32), below)[:, None]
     logits[np.arange(batch)[:, None], indices] = values
     return torch.from_numpy(logits)
+
+
+def spread_on_device(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
+    """The same in operations of torch, none of which waits for the device."""
+    values = answer.logits.to(dtype).float()
+    k, log_z = values.shape[-1], answer.log_z.double()
+    if k == rows:
+        return torch.empty_like(values).scatter_(-1, answer.indices, values)
+    share = (answer.logits.double() - log_z[:, None]).exp().sum(-1)
+    rest = (1 - share).clamp_min(torch.finfo(torch.float64).tiny).log()
+    below = torch.nextafter(values[:, -1], values.new_tensor(-math.inf))
+    floor = torch.minimum((log_z + rest - math.log(rows - k)).float(), below)
+    return floor[:, None].repeat(1, rows).scatter_(-1, answer.indices, values)

@@ -55,6 +55,7 @@ def build_index(
     dtype: torch.dtype | None = None,
     bos: bool | None = None,
     from_vllm: bool = False,
+    device: torch.device | str = "cpu",
     seed: int = 0,
     progress: ProgressCallback = no_progress,
     say: Say = lambda line: None,
@@ -78,6 +79,7 @@ def build_index(
             better.
         from_vllm: whether vLLM, which must be installed, goes on with pieces of the text, and the states are those of
             what it writes; else they are those of the text.
+        device: where the engine will answer: calibrations are of a kind of device.
         seed: of what is drawn.
         progress: told how far it is.
         say: told what is kept from before.
@@ -120,7 +122,8 @@ def build_index(
     del network
     if head.softcap is not None:
         raise InputError(f"model {model}: expected logits of a linear layer, found soft-capped ones")
-    return _shards(head, states, out, wanted, eps, delta, ranks, seed, first, progress, say)
+    place = torch.device(device)
+    return _shards(head, states, out, wanted, eps, delta, ranks, place, seed, first, progress, say)
 
 
 def _own_dtype(model: str) -> torch.dtype:
@@ -173,17 +176,18 @@ def _states(
 
 
 def _shards(
-    head: Head, states: Tensor, out: Path, ks: list[int], eps: float, delta: float, ranks: int, seed: int,
-    first: int | None, progress: ProgressCallback, say: Say,
+    head: Head, states: Tensor, out: Path, ks: list[int], eps: float, delta: float, ranks: int,
+    device: torch.device, seed: int, first: int | None, progress: ProgressCallback, say: Say,
 ) -> Built:  # fmt: skip
     """A calibrated head for the rows of every rank, and the description of all."""
     rows = len(head.weight)
-    test = len(states) // TEST
+    test, states = len(states) // TEST, states.to(device)
     coverage: dict[int, list[Coverage]] = {k: [] for k in ks}
     fingerprints = []
     for rank in range(ranks):
         part = shard_rows(rows, rank, ranks)
-        weight, bias = head.weight[part], None if head.bias is None else head.bias[part]
+        weight = head.weight[part].to(device)
+        bias = None if head.bias is None else head.bias[part].to(device)
         own_ks = sorted({min(k, len(weight)) for k in ks})
         path = shard_file(out, rank, ranks)
         shard = _kept(path, weight, bias, own_ks, eps, delta / ranks, head.beta)

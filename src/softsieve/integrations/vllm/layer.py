@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from softsieve.integrations.vllm.tracker import current_batch
 
 LOGGER = logging.getLogger("vllm.softsieve")  # below vLLM's own, so that it is shown with it
 UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")  # vLLM's methods for weights as they are
+STEPS = 256  # of a device, after which its counts are asked for
 WATCHED, DRIFTING = 1000, 0.1  # answers after which, and share of drifted queries from which on, a warning is logged
 
 
@@ -75,7 +77,8 @@ class Adaptive:
         self.serving: Serving | None = None
         self.counters = counters.Counters(None)
         self._prepared = False
-        self._answered = self._drifted = 0
+        self._answered = self._drifted = self._steps = 0
+        self._pending: Tensor | None = None  # answers, bytes and fallbacks that a device has yet to be asked for
 
     def logits(self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any) -> Tensor | None:
         """Logits (batch, rows) of a step; None when the exact head is to answer."""
@@ -111,7 +114,7 @@ class Adaptive:
         if self.site.draft:
             return Need(1)
         batch = current_batch()
-        if batch is None or len(batch) != rows:
+        if batch is None or not batch.has(rows):
             return Need(0, Reason.UNKNOWN)
         return batch.need()
 
@@ -123,6 +126,10 @@ class Adaptive:
         try:
             if lm_head.weight.data_ptr() != serving.weight.data_ptr():
                 raise InputError("weight: not where it was when the index was loaded")
+            if not hidden.is_cpu:
+                answer = serving.head.topk(hidden, k)
+                self._count_later(answer)
+                return answer
             bind_threads()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", DriftWarning)
@@ -133,6 +140,21 @@ class Adaptive:
             return None
         self._count(answer, [warning for warning in caught if issubclass(warning.category, DriftWarning)])
         return answer
+
+    def _count_later(self, answer: TopK) -> None:
+        """Count on the device, whose numbers are asked for now and then: nobody waits for every answer."""
+        device = answer.exact.device
+        if self._pending is None:
+            self._pending = torch.zeros(3, dtype=torch.int64, device=device)
+        fallbacks = answer.exact.sum()
+        self._pending += torch.stack([answer.exact.numel() - fallbacks, answer.bytes_read.sum(), fallbacks])
+        self._steps += 1
+        if self._steps >= STEPS and not torch.cuda.is_current_stream_capturing():
+            answers, bytes_read, exactly = self._pending.tolist()
+            self.counters.add(answers=answers, bytes_read=bytes_read)
+            self.counters.add_exact(Reason.EXPENSIVE, exactly)  # a device does not say why
+            self._pending.zero_()
+            self._steps = 0
 
     def _count(self, answer: TopK, drift: list[Any]) -> None:
         fallbacks = int(answer.exact.sum())
@@ -200,18 +222,25 @@ class Adaptive:
         folder = ranks.together(find)
         rows = lm_head.shard_indices.num_org_elements
         description = index_folder.read_description(folder)
-        bind_threads()
+        device = lm_head.weight.device
+        if device.type == "cpu":
+            bind_threads()
         head = ShardedAdaptiveSoftmax.load(
             folder, group=self.site.group, weight=lm_head.weight[:rows].detach(), bias=_part(bias, rows)
         )
 
         def check() -> Tensor:
+            if not head.head.calibrations:
+                raise InputError(
+                    f"{folder}: expected an index for {device.type}, found one for another kind of device: build it "
+                    f"with --device {device.type}"
+                )
             if description.rows != layer.org_vocab_size:
                 raise InputError(f"{folder}: expected {layer.org_vocab_size} rows, found {description.rows}")
             if not math.isclose(head.head.beta, layer.scale, rel_tol=1e-3):
                 raise InputError(f"{folder}: expected logits times {layer.scale:g}, found times {head.head.beta:g}")
             states, _ = index_folder.read_states(folder)
-            return index_folder.sample(states.to(lm_head.weight.dtype), STATES)
+            return index_folder.sample(states.to(device, lm_head.weight.dtype), STATES)
 
         states = ranks.together(check)
         dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
@@ -232,7 +261,13 @@ class Adaptive:
             logits: Tensor = exact(x)
             return logits.float()  # as the sampler does
 
-        return measure_crossover(adaptive, exactly, states, agree=lambda faster: bool(ranks.tell(faster)[0]))
+        def now() -> float:
+            if states.is_cuda:
+                torch.cuda.synchronize(states.device)
+            return time.perf_counter()
+
+        agree: Callable[[bool], bool] = lambda faster: bool(ranks.tell(faster)[0])  # noqa: E731
+        return measure_crossover(adaptive, exactly, states, agree=agree, now=now)
 
 
 def _part(bias: Tensor | None, rows: int) -> Tensor | None:
@@ -249,8 +284,8 @@ def _check_layer(layer: Any, lm_head: Any) -> None:
     instead = describe_instead(lm_head)
     if instead is None and method not in UNQUANTIZED:
         instead = f"a quantised weight ({method})"
-    if instead is None and lm_head.weight.device.type != "cpu":
-        instead = f"a weight on {lm_head.weight.device.type}, where vLLM's graphs are not supported yet"
+    if instead is None and lm_head.weight.device.type not in ("cpu", "cuda"):
+        instead = f"a weight on {lm_head.weight.device.type}"
     if instead is None and layer.soft_cap is not None:
         instead = f"logits that are soft-capped at {layer.soft_cap:g}"
     if instead is None and layer.scale <= 0:

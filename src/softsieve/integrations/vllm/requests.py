@@ -83,6 +83,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def has(self, rows: int) -> bool:
+        """Whether logits with so many rows are those of the next tokens of these requests, one each."""
+        return rows == len(self)
+
     def update(
         self, removed: Iterable[int], added: Iterable[tuple[int, Entry]], moved: Iterable[tuple[int, int, bool]]
     ) -> None:
@@ -115,3 +119,38 @@ class Batch:
                 return Need(0, Reason.EDITED)
             k = max(k, need.k)
         return Need(k)
+
+
+class Slots:
+    """The requests of a runner that tells of a request when it comes, by its slot, and never that it has gone.
+
+    What a step needs is then what all requests that were ever in its slots need together, each slot by its last one:
+    never too little, for the requests of a step are among them. Under speculative decoding a request has several rows.
+
+    Example:
+        >>> slots = Slots()
+        >>> slots.has(1), slots.need()
+        (False, Need(k=0, reason=None))
+        >>> slots.add(0, Need(1), 0)
+        >>> slots.add(1, Need(20), 0)
+        >>> slots.has(1), slots.need()
+        (True, Need(k=20, reason=None))
+    """
+
+    def __init__(self) -> None:
+        self._needs: dict[int, Need] = {}
+
+    def add(self, slot: int, need: Need, least: int) -> None:
+        """A request with these needs takes a slot; stop tokens are masked before it has ``least`` tokens."""
+        self._needs[slot] = Need(0, Reason.EDITED) if need.reason is None and least > 0 else need
+
+    def has(self, rows: int) -> bool:
+        """Whether logits may be those of these requests: before the first of them, an engine tries itself out."""
+        return bool(self._needs)
+
+    def need(self) -> Need:
+        """What all of them together ask for."""
+        needs = self._needs.values()
+        return next(
+            (need for need in needs if need.reason is not None), Need(max((need.k for need in needs), default=0))
+        )

@@ -9,15 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from softsieve.integrations.vllm.requests import Batch, Entry, need_of
+from softsieve.integrations.vllm.requests import Batch, Entry, Slots, need_of
 
 # What processors must be derived from, for each of vLLM's two model runners. Where one is not there, its runner is not.
 _BASES = ("vllm.v1.sample.logits_processor.interface", "vllm.v1.worker.gpu.sample.logits_processor.interface")
 
-_tracked: list[Batch] = []  # the batch of the engine that this process works for, once it has one
+_tracked: list[Batch | Slots] = []  # the batch of the engine that this process works for, once it has one
 
 
-def current_batch() -> Batch | None:
+def current_batch() -> Batch | Slots | None:
     """The batch of this process; None where no model runner tells of one."""
     return _tracked[-1] if _tracked else None
 
@@ -33,17 +33,16 @@ def _bases() -> tuple[type, ...]:
 
 
 class BatchTracker(*_bases()):  # type: ignore[misc]
-    """Follows the batch of a model runner that tells of it; changes no logits.
+    """Follows the batch of a model runner; changes no logits.
 
-    The runner that vLLM calls V2 says which requests are in a step only after their logits were computed. It makes a
-    tracker with other arguments, which then follows nothing, and the exact head answers.
+    The runner that vLLM calls V2, which GPUs take, tells of requests when they come, and which of them are in a step
+    only after their logits were computed.
     """
 
     def __init__(self, vllm_config: Any, *place: Any) -> None:
-        self.batch = Batch()
-        _tracked.clear()
-        if len(place) == 2:  # device and whether memory is pinned; V2 has its own request state instead
-            _tracked.append(self.batch)
+        self.batch, self.slots = Batch(), Slots()
+        # V1 gives a device and whether memory is pinned, V2 its state of requests.
+        _tracked[:] = [self.batch if len(place) == 2 else self.slots]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -64,7 +63,8 @@ class BatchTracker(*_bases()):  # type: ignore[misc]
         self.batch.update(batch_update.removed, added, moved)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Of V2: this processor has nothing to do for any request."""
+        """Of V2: follow a request that comes. Says that this processor has nothing to do for it."""
+        self.slots.add(req_idx, need_of(sampling_params), sampling_params.min_tokens)
         return False
 
     def apply(self, logits: Any, *_: Any) -> Any:

@@ -1,0 +1,113 @@
+"""The plug-in on a GPU without vLLM: a stand-in for its model runner captures the calls that vLLM makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softsieve import AdaptiveSoftmax
+from softsieve.data.synthetic_heads import SyntheticHead, make_head
+from softsieve.integrations.vllm import index_folder, layer, tracker
+from softsieve.integrations.vllm.index_folder import Description
+from softsieve.integrations.vllm.layer import Site, adaptive_layer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ROWS, COLUMNS = 20000, 320
+
+
+class UnquantizedEmbeddingMethod:
+    """Named as vLLM's method for plain weights is."""
+
+
+class StandIn(nn.Module):
+    """vLLM's ``LogitsProcessor``, as far as the plug-in calls it."""
+
+    org_vocab_size, scale, soft_cap, head_dtype = ROWS, 1.0, None, None
+
+    def forward(self, lm_head: Any, hidden: Tensor, bias: Any = None, skip_gather: bool = False) -> Tensor:
+        return nn.functional.linear(hidden, lm_head.weight)
+
+
+@pytest.fixture(scope="module")
+def made() -> SyntheticHead:
+    return make_head(ROWS, COLUMNS, rank=24, calibration=3000, test=1024, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def index(made: SyntheticHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    head = AdaptiveSoftmax(made.weight, eps=0.1, delta=0.01, method="cascade")
+    head.calibrate(made.calibration, [4], generator=torch.Generator().manual_seed(0))
+    head.save(folder / "rank-0-of-1.safetensors", weight=False)
+    index_folder.write_states(folder, made.calibration.cpu(), {})
+    own, dtype = index_folder.fingerprint(made.weight, None), str(made.weight.dtype).removeprefix("torch.")
+    index_folder.write_description(folder, Description(ROWS, COLUMNS, dtype, 1.0, 0.1, 0.01, [4], [own]))
+    return folder
+
+
+@pytest.fixture
+def runner(index: Path, made: SyntheticHead) -> Iterator[tuple[Any, Any, Any]]:
+    """The layer, its weight, and the tracker of a runner of the newer kind, with one greedy request."""
+    indices = SimpleNamespace(num_org_elements=ROWS, num_added_elements=0)
+    head = SimpleNamespace(weight=made.weight, shard_indices=indices, quant_method=UnquantizedEmbeddingMethod())
+    follower = tracker.BatchTracker(None, object())
+    processor = adaptive_layer(StandIn, lambda: Site(place=index, required=True, strict=True, batch=64))()
+    processor(head, made.test[:4].to(made.weight.dtype))  # before the first request: the index is loaded
+    params = dict.fromkeys(("prompt_logprobs", "logprobs"), None) | dict.fromkeys(("min_tokens", "top_k"), 0)
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    follower.add_request(0, SimpleNamespace(temperature=0.0, **params, **penalties))
+    yield processor, head, follower
+    tracker._tracked.clear()
+
+
+def test_a_step_does_not_wait_and_chooses_as_the_exact_head(runner: Any, made: SyntheticHead) -> None:
+    processor, head, _ = runner
+    states = made.test.to(made.weight.dtype)
+    processor(head, states[:8])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = torch.cat([processor(head, some).argmax(-1) for some in torch.split(states, 8)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    right = nn.functional.linear(states, made.weight)
+    best = right.gather(-1, found[:, None])[:, 0] == right.amax(-1)
+    assert best.double().mean() > 0.98
+
+
+def test_the_calls_of_a_step_are_captured_in_a_graph(runner: Any, made: SyntheticHead) -> None:
+    processor, head, _ = runner
+    states = made.test.to(made.weight.dtype)
+    hidden = states[:8].clone()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            processor(head, hidden)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = processor(head, hidden)
+    wrong = 0
+    for some in torch.split(states, 8):
+        hidden.copy_(some)
+        graph.replay()
+        right = nn.functional.linear(some, made.weight)
+        wrong += int((right.gather(-1, logits.argmax(-1, keepdim=True))[:, 0] != right.amax(-1)).sum())
+    assert wrong < 0.02 * len(states)
+
+
+def test_answers_are_counted_now_and_then(runner: Any, made: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "STEPS", 4)
+    processor, head, _ = runner
+    for _ in range(4):
+        processor(head, made.test[:8].to(made.weight.dtype))
+    counted = processor.adaptive.counters.values()
+    assert counted[0] + sum(counted[2:]) >= 32
+    assert counted[1] > 0
