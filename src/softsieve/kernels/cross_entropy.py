@@ -7,15 +7,19 @@ logit_j >= threshold. It follows from p_t - p_j <= delta by dividing by p_t:
 
 so the target and its ties are kept whatever the rounding. A NaN makes its row dense, and loss and gradient NaN.
 
-The kernels are in `cross_entropy_torch` (any device) and `cross_entropy_triton` (CUDA). They are reached in two ways,
-with the same derivatives: as registered custom ops by compiled graphs and tensor subclasses, and by an
-autograd.Function in eager mode, where the way through the dispatcher costs more than a GPU needs for the work.
+The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
+`cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom ops
+by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the dispatcher
+costs more than a GPU needs for the work. On a CPU that Function is one of its own, which hands on one tensor instead of
+six: there a small batch takes no longer than a few of torch's calls.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,9 +34,28 @@ HAS_TRITON = find_spec("triton") is not None
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+@cache
+def _loops() -> Any:
+    """The module of the compiled loops, imported by the first call that needs it."""
+    return import_module("softsieve.kernels.cross_entropy_numba")
+
+
+def uses_numba(logits: Tensor) -> bool:
+    """Whether the compiled loops are for such logits."""
+    return logits.is_cpu and logits.dtype != torch.float64
+
+
+def _split(loss: Tensor, numbers: Tensor) -> Outputs:
+    """The outputs of the op, of what `cross_entropy_numba` knows of the rows."""
+    threshold, kept, lse, norm, share, margin = (number.clone() for number in numbers[:6])
+    return loss, threshold, kept.long(), lse, norm, share, margin
+
+
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Outputs:
+    if uses_numba(logits):
+        return _split(*_loops().forward(logits, target, weight, delta, ignore_index, reduction))
     if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
         return cross_entropy_torch.forward(logits, target, weight, delta, ignore_index, reduction)
     from softsieve.kernels import cross_entropy_triton
@@ -45,6 +68,10 @@ def _forward(
 def _backward(
     grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
 ) -> Tensor:
+    if uses_numba(logits):
+        numbers = torch.stack((threshold, kept.float(), lse, norm, torch.ones_like(norm)))
+        grad: Tensor = _loops().backward(grad_rows, logits, target, numbers)
+        return grad
     if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
         return cross_entropy_torch.backward(grad_rows, logits, target, threshold, kept, lse, norm)
     from softsieve.kernels import cross_entropy_triton
@@ -144,6 +171,47 @@ _apply_forward = differentiable(_forward, _save, _differentiate)
 _apply_backward = differentiable(_backward, _save_again, _differentiate_again)
 
 
+class _Compiled(torch.autograd.Function):
+    """What `_apply_forward` is, by `cross_entropy_numba` and with as little around it as torch allows.
+
+    With a setup_context of its own, torch would bind the arguments to a signature at every call, which takes longer
+    than the kernel does for a small batch. Transforms of `torch.func` need one: they take the other way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        loss, numbers = _loops().forward(logits, target, *options)
+        ctx.save_for_backward(logits, target, numbers)
+        ctx.mark_non_differentiable(numbers)
+        ctx.set_materialize_grads(False)
+        return loss, numbers
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None, None, None]:
+        if grad_loss is None:
+            return None, None, None, None, None, None
+        logits, target, numbers = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody wants the second derivative
+            threshold, kept, lse, norm, share, *_ = numbers
+            grad = _apply_backward(grad_loss * share, logits, target, threshold, kept, lse, norm)
+        else:
+            grad = _loops().backward(grad_loss, logits, target, numbers)
+        return grad, None, None, None, None, None
+
+
+def _is_plain_cpu(logits: Tensor) -> bool:
+    return uses_numba(logits) and not needs_op(logits) and not torch._C._are_functorch_transforms_active()
+
+
+def as_cross_entropy_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
+) -> Tensor:
+    """The first of what `as_cross_entropy` returns: on a CPU, taking the constants apart is a good part of a call."""
+    options = logits, target, weight, delta, ignore_index, reduction
+    loss: Tensor = (_Compiled.apply if _is_plain_cpu(logits) else as_cross_entropy)(*options)[0]
+    return loss
+
+
 def as_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Outputs:
@@ -165,6 +233,8 @@ def as_cross_entropy(
     if needs_op(logits):
         margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
+    elif _is_plain_cpu(logits):
+        outputs = _split(*_Compiled.apply(logits, target, weight, delta, ignore_index, reduction))
     else:
         outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
     return outputs
