@@ -11,7 +11,7 @@ Tensors are handed over as addresses: for a small batch, making arrays of them w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -97,11 +97,10 @@ def _forward_row(x: Any, log_p: Any, label: int, delta: float) -> Any:
 
 @jit
 def _forward_rows(
-    x_at: int, log_p_at: int, target_at: int, numbers_at: int, shape: Any, first: int, low: int, high: int,
+    x_at: int, log_p_at: int, target_at: int, numbers_at: int, rows: int, classes: int, first: int, low: int, high: int,
     delta: float, ignore_index: int, share: float,
 ) -> None:  # fmt: skip
     """Fill in the numbers of a block's rows from low to high; the block begins at the row ``first`` of all rows."""
-    rows, classes = shape
     x, log_p = carray(as_floats(x_at), (high, classes)), carray(as_floats(log_p_at), (high, classes))
     target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, rows))
     for row in range(low, high):
@@ -121,12 +120,14 @@ def _forward_rows(
 
 @jit_sums_parallel
 def _forward_spans(
-    x_at: int, log_p_at: int, target_at: int, numbers_at: int, shape: Any, first: int, height: int, spans: int,
-    delta: float, ignore_index: int, share: float,
+    x_at: int, log_p_at: int, target_at: int, numbers_at: int, rows: int, classes: int, first: int, height: int,
+    spans: int, delta: float, ignore_index: int, share: float,
 ) -> None:  # fmt: skip
     for span in prange(spans):
         low, high = span * height // spans, (span + 1) * height // spans
-        _forward_rows(x_at, log_p_at, target_at, numbers_at, shape, first, low, high, delta, ignore_index, share)
+        _forward_rows(
+            x_at, log_p_at, target_at, numbers_at, rows, classes, first, low, high, delta, ignore_index, share
+        )
 
 
 @jit
@@ -178,10 +179,9 @@ def _exponentials(grad: Any, x: Any, threshold: Any, lse: Any) -> Any:
 
 @jit
 def _backward_rows(
-    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, shape: Any, first: int,
-    low: int, high: int,
+    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, rows: int, classes: int,
+    first: int, low: int, high: int,
 ) -> None:  # fmt: skip
-    rows, classes = shape
     x, grad = carray(as_floats(x_at), (high, classes)), carray(as_floats(grad_at), (high, classes))
     target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, rows))
     grad_loss = carray(as_floats(grad_loss_at), rows if each else 1)
@@ -200,20 +200,21 @@ def _backward_rows(
 
 @jit_sums_parallel
 def _backward_spans(
-    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, shape: Any, first: int,
-    height: int, spans: int,
+    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, rows: int, classes: int,
+    first: int, height: int, spans: int,
 ) -> None:  # fmt: skip
     for span in prange(spans):
         low, high = span * height // spans, (span + 1) * height // spans
-        _backward_rows(grad_at, x_at, grad_loss_at, each, target_at, numbers_at, shape, first, low, high)
+        _backward_rows(grad_at, x_at, grad_loss_at, each, target_at, numbers_at, rows, classes, first, low, high)
 
 
-def _blocks(logits: Tensor, *, whole: bool) -> Iterator[tuple[int, Tensor]]:
+def _blocks(logits: Tensor, *, whole: bool) -> Iterable[tuple[int, Tensor]]:
     """First row and logits as contiguous float32, block by block: all rows at once if no scratch is needed."""
-    rows, classes = logits.shape
-    step = rows if whole else max(1, cross_entropy_torch.BLOCK // classes)
-    for first in range(0, rows, step):
-        yield first, (logits if step >= rows else logits[first : first + step]).float().contiguous()
+    if whole:
+        return ((0, logits.float().contiguous()),)
+    step = max(1, cross_entropy_torch.BLOCK // logits.shape[1])
+    firsts = range(0, logits.shape[0], step)
+    return ((first, logits[first : first + step].float().contiguous()) for first in firsts)
 
 
 def _threads(x: Tensor) -> int:
@@ -239,8 +240,8 @@ def forward(
         share = 0.0
     log_p = None
     for first, x in _blocks(logits, whole=logits.numel() <= cross_entropy_torch.BLOCK):
-        log_p = torch.log_softmax(x, -1, out=log_p if log_p is None else log_p[: len(x)])
-        places = x.data_ptr(), log_p.data_ptr(), target_at, numbers_at, (rows, classes), first
+        log_p = torch.log_softmax(x, -1) if log_p is None else torch.log_softmax(x, -1, out=log_p[: len(x)])
+        places = x.data_ptr(), log_p.data_ptr(), target_at, numbers_at, rows, classes, first
         threads = _threads(x)
         if threads == 1:
             _forward_rows(*places, 0, x.shape[0], delta, ignore_index, share)
@@ -260,10 +261,9 @@ def forward(
 def backward(grad_loss: Tensor, logits: Tensor, target: Tensor, numbers: Tensor) -> Tensor:
     """Gradient of the logits, by that of the loss, which is one number or one for each row."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    grad_loss, target = grad_loss.contiguous(), target.contiguous()
-    narrow = grad.dtype != torch.float32
-    each = grad_loss.ndim == 1
-    others = grad_loss.data_ptr(), each, target.data_ptr(), numbers.data_ptr(), tuple(logits.shape)
+    grad_loss, target, narrow = grad_loss.contiguous(), target.contiguous(), logits.dtype != torch.float32
+    rows, classes = logits.shape
+    others = grad_loss.data_ptr(), grad_loss.ndim == 1, target.data_ptr(), numbers.data_ptr(), rows, classes
     for first, x in _blocks(logits, whole=not narrow and logits.is_contiguous()):
         part = torch.empty_like(x) if narrow else grad[first : first + len(x)] if first else grad
         threads = _threads(x)
