@@ -94,7 +94,8 @@ def test_gradients_of_logits_far_from_zero_keep_their_digits(shift: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("row", "lse"), [([0.0, NAN], NAN), ([INF, 0.0], INF), ([0.0, INF], INF), ([-INF, -INF], -INF), ([-500.0, 3.0], 3.0)]
+    ("row", "lse"),
+    [([0.0, NAN], NAN), ([INF, 0.0], INF), ([0.0, INF], INF), ([-INF, -INF], -INF), ([-500.0, 3.0], 3.0)],
 )
 def test_log_sums_of_odd_rows_are_those_of_torch(row: list[float], lse: float) -> None:
     _, stats = as_cross_entropy(torch.tensor([row]), torch.tensor([0]), return_stats=True)

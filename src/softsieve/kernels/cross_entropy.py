@@ -8,10 +8,10 @@ logit_j >= threshold. It follows from p_t - p_j <= delta by dividing by p_t:
 so the target and its ties are kept whatever the rounding. A NaN makes its row dense, and loss and gradient NaN.
 
 The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
-`cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom ops
-by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the dispatcher
-costs more than a GPU needs for the work. On a CPU that Function is one of its own, which hands on one tensor instead of
-six: there a small batch takes no longer than a few of torch's calls.
+`cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom
+ops by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the
+dispatcher costs more than a GPU needs for the work. On a CPU that Function is one of its own, which hands on one tensor
+instead of six: there a small batch takes no longer than a few of torch's calls.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ backward_op.register_autograd(_differentiate_again, setup_context=_save_again)
 def differentiable(forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
     """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two.
 
-    Of a Function that saves in a method of its own, torch binds the arguments to its signature at every call, which takes
-    longer than a small batch does. Only transforms of `torch.func` need one.
+    Of a Function that saves in a method of its own, torch binds the arguments to its signature at every call, which
+    takes longer than a small batch does. Only transforms of `torch.func` need one.
     """
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # torch asks for it at every call
 

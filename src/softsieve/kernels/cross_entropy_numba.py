@@ -1,9 +1,9 @@
 """AS cross-entropy over the rows of a logits matrix in compiled loops, for fp32 and narrower on a CPU.
 
-Forward is torch's log-softmax, whose bits are those of `F.cross_entropy`, and one pass over what it leaves in the cache;
-only rows that are sparse and not solved are read once more. Backward reads a row and writes its gradient. What is known
-of the rows is one tensor, (7, rows): threshold, kept, lse, norm, share and margin, as `kernels.cross_entropy` has them,
-and the loss.
+Forward is torch's log-softmax, whose bits are those of `F.cross_entropy`, and one pass over what it leaves in the
+cache; only rows that are sparse and not solved are read once more. Backward reads a row and writes its gradient. What
+is known of the rows is one tensor, (7, rows): threshold, kept, lse, norm, share and margin, as `kernels.cross_entropy`
+has them, and the loss.
 
 Tensors are handed over as addresses: for a small batch, making arrays of them would take longer than the work.
 """
@@ -144,7 +144,7 @@ def _count(target_at: int, rows: int, classes: int, ignore_index: int) -> int:
 
 @jit
 def _sum(values_at: int, target_at: int, rows: int, ignore_index: int, total_at: int, divisor: float) -> None:
-    """Write the sum of the rows that count over the divisor, in the cascade of partial sums of `F.nll_loss`: its bits."""
+    """Write the sum of the rows that count, over the divisor: by the cascade of partial sums of `F.nll_loss`, its bits."""
     values, target = carray(as_floats(values_at), rows), carray(as_labels(target_at), rows)
     bits = 0
     while (1 << bits) < rows:
