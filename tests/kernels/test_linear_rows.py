@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from softsieve import linear_as_cross_entropy, reference
-from softsieve.kernels import linear_rows
+from softsieve.kernels import linear, linear_rows
+from softsieve.kernels.cross_entropy import HAS_TRITON
 from tests.helpers import IGNORED
 
 MEMORY = 10**7
@@ -76,7 +78,9 @@ def test_narrow_dtypes_are_as_good_as_without_held_logits(dtype: torch.dtype) ->
     hidden, weight, bias, target = make_layer(dtype, lift=0.0)
     leaves = [hidden, weight, bias]
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    truth = torch.autograd.grad(reference.linear_as_cross_entropy(*wide[:2], target, bias=wide[2], delta=1.0), wide)
+    truth = torch.autograd.grad(
+        reference.linear_as_cross_entropy(wide[0], wide[1], target, bias=wide[2], delta=1.0), wide
+    )
     errors = []
     for memory in (None, MEMORY):
         loss = linear_as_cross_entropy(hidden, weight, target, bias=bias, delta=1.0, memory=memory)
@@ -138,7 +142,7 @@ def test_it_keeps_to_the_memory_that_it_is_allowed() -> None:
     for memory in (10**7, 64 * 10**6, 200 * 10**6):
         call(memory)
         hidden.grad = weight.grad = None
-        peaks[memory] = peak_bytes(lambda memory=memory: call(memory)) - gradients
+        peaks[memory] = peak_bytes(partial(call, memory)) - gradients
         assert peaks[memory] <= memory
     assert peaks[200 * 10**6] > 1500 * 20_000 * 4  # all logits are held
     assert 64 * 10**6 > peaks[64 * 10**6] > 3 * 10**7
@@ -153,3 +157,29 @@ def test_too_little_memory_says_what_it_needs() -> None:
     for memory in (0, -1):
         with pytest.raises(ValueError, match="memory: expected"):
             linear_as_cross_entropy(hidden, weight, target, memory=memory)
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))]
+)
+def test_more_memory_rounds_the_gradient_of_the_weight_less_often(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over groups of rows are rounded to 16 bits once for each group."""
+    monkeypatch.setattr(linear, "ROWS", 1 << 12)
+    dtype = torch.bfloat16 if backend == "torch" else torch.float16  # the interpreter is wrong for bf16
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(dtype).requires_grad_() for n in (200, 40))
+    target = torch.randint(40, (200,), generator=generator)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = reference.linear_as_cross_entropy(wide[0], wide[1], target, delta=1.0, reduction="sum")
+    (truth,) = torch.autograd.grad(loss, wide[1])
+    errors = []
+    for memory in (None, 100 * MEMORY):
+        ours = linear_as_cross_entropy(
+            hidden, weight, target, delta=1.0, reduction="sum", backend=backend, memory=memory
+        )
+        (grad,) = torch.autograd.grad(ours, weight)
+        errors.append(float((grad.double() - truth).norm() / truth.norm()))
+    assert errors[1] < 0.85 * errors[0]
+    assert errors[1] < torch.finfo(dtype).eps / 2

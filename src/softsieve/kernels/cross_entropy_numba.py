@@ -144,7 +144,7 @@ def _count(target_at: int, rows: int, classes: int, ignore_index: int) -> int:
 
 @jit
 def _sum(values_at: int, target_at: int, rows: int, ignore_index: int, total_at: int, divisor: float) -> None:
-    """Write the sum of the rows that count, over the divisor: by the cascade of partial sums of `F.nll_loss`, its bits."""
+    """Write the sum of the rows that count, over the divisor: the cascade of partial sums of `F.nll_loss`, its bits."""
     values, target = carray(as_floats(values_at), rows), carray(as_labels(target_at), rows)
     bits = 0
     while (1 << bits) < rows:

@@ -81,7 +81,8 @@ def _forward_counted(
             to_hidden[block] = 0
             to_hidden[block][~listed] = gradient @ layer.weight
     values = [torch.cat(values) for values in zip(*(part[:-1] for part in parts), strict=True)]
-    saved = Saved(*values, counts=sum(part.counts for part in parts))._replace(share=share)  # type: ignore[arg-type]
+    counts = torch.stack([part.counts for part in parts]).sum(0)
+    saved = Saved(*values, counts)._replace(share=share)  # type: ignore[call-arg]
     return (torch.cat(losses) * share).sum(), saved, grads
 
 
