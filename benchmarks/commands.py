@@ -83,6 +83,7 @@ def losses(
         "4096x30522",
         "65536x150",
         "1024x1000",
+        "32x150",
     ],
     solved: Annotated[list[float], typer.Option(min=0, max=1, help="share of rows made solved; several")] = [  # noqa: B006
         0.0,
@@ -113,7 +114,7 @@ def losses(
         "rows x classes": lambda r: f"{r.rows} x {r.classes}",
         "solved": lambda r: f"{r.solved:.0%}",
         "method": lambda r: r.method,
-        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "ms (p20-p80)": lambda r: f"{r.ms:.3g} ({r.ms_p20:.3g}-{r.ms_p80:.3g})",
         "time": lambda r: f"{r.time_ratio:.2f}x",
         "peak MB": lambda r: f"{r.peak_mb:.0f}",
         "memory": lambda r: f"{r.memory_ratio:.2f}x",
@@ -141,6 +142,7 @@ def linear(
     device: Device = "cuda",
     repeats: Repeats = 15,
     check: Annotated[bool, typer.Option(help="compare gradients with float64's")] = True,
+    memory: Annotated[list[int] | None, typer.Option(min=1, help="MB that ours is allowed; several")] = None,
     out: Annotated[
         Path, typer.Option(help="the results with their provenance go to this JSON file", dir_okay=False)
     ] = Path("benchmarks/results/linear.json"),
@@ -161,7 +163,7 @@ def linear(
             with console.status(f"{rows} x {size} x {classes}, {share:.0%} of the rows dense"), one_line():
                 results += suite.measure(
                     rows, size, classes, dense=share, methods=methods, delta=delta, dtype=DTYPES[dtype], device=device,
-                    repeats=repeats, check=check,
+                    repeats=repeats, check=check, memory=memory or (),
                 )  # fmt: skip
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
     columns: Columns = {

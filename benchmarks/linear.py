@@ -6,7 +6,7 @@ To add a rival: a line in `RIVALS`, a function that imports it and returns the l
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -149,6 +149,7 @@ def measure(
     device: str = "cuda",
     repeats: int = 15,
     check: bool = True,
+    memory: Sequence[int] = (),
 ) -> list[Result]:
     """Ours and the rivals on the same layer, taking turns.
 
@@ -158,6 +159,7 @@ def measure(
         methods: the rivals.
         delta, dtype, device, repeats: as they are.
         check: compare gradients with float64's.
+        memory: MB that ours is allowed, once for each.
 
     Example:
         >>> small = measure(32, 8, 200, dense=0.3, methods={"torch eager": _eager}, dtype=torch.float32, device="cpu")
@@ -170,7 +172,8 @@ def measure(
     hidden.requires_grad_()
     weight.requires_grad_()
     plain = {PLAIN: partial(ours, backend="reference")} if check else {}  # for its errors: it takes all the memory
-    everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, OURS: ours}
+    allowed = {f"{OURS}, {most} MB": partial(ours, memory=most * 10**6) for most in memory}
+    everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
 
     def forward_backward(loss: Callable[..., Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:

@@ -50,6 +50,10 @@ jit = compiler(error_model="numpy")
 jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
 jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
 jit_parallel = compiler(fastmath=True, parallel=True)
+_SUMS = {"contract", "reassoc", "nsz"}  # sums vectorise; NaN and infinity are what they are
+jit_sums = compiler(fastmath=_SUMS, error_model="numpy")
+jit_sums_parallel = compiler(fastmath=_SUMS, error_model="numpy", parallel=True)
+_jit_exact = compiler(fastmath={"contract"})
 
 
 @intrinsic
@@ -65,6 +69,22 @@ def as_float(typingctx: Any, element: Any) -> Any:
         return args[0]
 
     return (element if isinstance(element, types.Float) else types.float32)(element), codegen
+
+
+def _pointer_to(kind: Any, name: str) -> Any:
+    def pointer(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), codegen
+
+    pointer.__doc__ = f"Return an address, such as `Tensor.data_ptr` gives, as a pointer to {kind}, for `carray`."
+    pointer.__name__ = pointer.__qualname__ = name
+    return intrinsic(pointer)
+
+
+as_floats = _pointer_to(types.float32, "as_floats")
+as_labels = _pointer_to(types.int64, "as_labels")
 
 
 @intrinsic
@@ -132,6 +152,45 @@ def exp(value: float) -> float:
     series = series * fraction + np.float32(1.0)
     series = series * fraction + np.float32(1.0)
     return series * power_of_two(np.int32(whole))
+
+
+@intrinsic
+def choose(typingctx: Any, condition: Any, one: Any, other: Any) -> Any:
+    """Return one or the other, both of which are computed: sums of what an if gives do not vectorise."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(*args)
+
+    return one(types.boolean, one, one), codegen
+
+
+@intrinsic
+def larger_of_any(typingctx: Any, one: Any, other: Any) -> Any:
+    """Return the larger of two float32, which may be infinite, unlike those of `larger`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.f32")
+        return builder.call(function, args, fastmath=("nnan", "nsz", "reassoc"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@_jit_exact
+def exp_rounded(value: Any) -> Any:
+    """Return e to a number of at most 0, rounded to float32; it vectorises."""
+    whole = np.floor(value * np.float32(LOG2E) + np.float32(0.5))
+    whole = whole if whole > np.float32(-126.0) else np.float32(-126.0)
+    fraction = (value - whole * np.float32(0.693359375)) + whole * np.float32(2.12194440e-4)  # within 0.35
+    series = np.float32(1 / 5040)
+    series = series * fraction + np.float32(1 / 720)
+    series = series * fraction + np.float32(1 / 120)
+    series = series * fraction + np.float32(1 / 24)
+    series = series * fraction + np.float32(1 / 6)
+    series = series * fraction + np.float32(0.5)
+    series = series * fraction + np.float32(1.0)
+    series = series * fraction + np.float32(1.0)
+    return np.float32(0.0) if value < np.float32(-87.0) else series * power_of_two(np.int32(whole))
 
 
 @jit_fast

@@ -7,15 +7,19 @@ logit_j >= threshold. It follows from p_t - p_j <= delta by dividing by p_t:
 
 so the target and its ties are kept whatever the rounding. A NaN makes its row dense, and loss and gradient NaN.
 
-The kernels are in `cross_entropy_torch` (any device) and `cross_entropy_triton` (CUDA). They are reached in two ways,
-with the same derivatives: as registered custom ops by compiled graphs and tensor subclasses, and by an
-autograd.Function in eager mode, where the way through the dispatcher costs more than a GPU needs for the work.
+The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
+`cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom
+ops by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the
+dispatcher costs more than a GPU needs for the work. On a CPU that Function is one of its own, which hands on one tensor
+instead of six: there a small batch takes no longer than a few of torch's calls.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,13 +30,35 @@ from softsieve.kernels import cross_entropy_torch
 from softsieve.kernels.cross_entropy_torch import accumulation_dtype
 
 INF = float("inf")
+HAS_NUMBA = find_spec("numba") is not None
 HAS_TRITON = find_spec("triton") is not None
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@cache
+def _loops() -> Any:
+    """The module of the compiled loops, imported by the first call that needs it."""
+    return import_module("softsieve.kernels.cross_entropy_numba")
+
+
+def uses_numba(logits: Tensor) -> bool:
+    """Whether the compiled loops are for such logits."""
+    return HAS_NUMBA and logits.is_cpu and logits.dtype != torch.float64
+
+
+def _split(loss: Tensor, numbers: Tensor) -> Outputs:
+    """What `cross_entropy_numba` knows of the rows, one by one."""
+    threshold, kept, lse, norm, share, margin, _ = numbers.unbind()
+    return loss, threshold, kept.long(), lse, norm, share, margin
 
 
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Outputs:
+    if uses_numba(logits):
+        loss, numbers = _loops().forward(logits, target, weight, delta, ignore_index, reduction)
+        loss, *parts = _split(loss, numbers)
+        return loss, *(part.clone() for part in parts)  # type: ignore[return-value]  # an op's outputs share no memory
     if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
         return cross_entropy_torch.forward(logits, target, weight, delta, ignore_index, reduction)
     from softsieve.kernels import cross_entropy_triton
@@ -45,6 +71,10 @@ def _forward(
 def _backward(
     grad_rows: Tensor, logits: Tensor, target: Tensor, threshold: Tensor, kept: Tensor, lse: Tensor, norm: Tensor
 ) -> Tensor:
+    if uses_numba(logits):
+        numbers = torch.stack((threshold, kept.float(), lse, norm, torch.ones_like(norm)))
+        grad: Tensor = _loops().backward(grad_rows, logits, target, numbers)
+        return grad
     if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
         return cross_entropy_torch.backward(grad_rows, logits, target, threshold, kept, lse, norm)
     from softsieve.kernels import cross_entropy_triton
@@ -133,15 +163,73 @@ backward_op.register_autograd(_differentiate_again, setup_context=_save_again)
 
 
 def differentiable(forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two."""
+    """The function ``forward`` for eager mode, with a derivative; as `register_autograd` takes the other two.
+
+    Of a Function that saves in a method of its own, torch binds the arguments to its signature at every call, which
+    takes longer than a small batch does. Only transforms of `torch.func` need one.
+    """
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # torch asks for it at every call
-    functions = {"forward": forward, "setup_context": save, "backward": backward}
-    methods = {name: staticmethod(function) for name, function in functions.items()}
-    return type(forward.__name__, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
+
+    def forward_and_save(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    def function(**methods: Callable[..., Any]) -> Any:
+        statics = {name: staticmethod(method) for name, method in methods.items()}
+        return type(forward.__name__, (torch.autograd.Function,), statics).apply  # type: ignore[attr-defined]
+
+    plain = function(forward=forward_and_save, backward=backward)
+    transformable = function(forward=forward, setup_context=save, backward=backward)
+
+    def apply(*inputs: Any) -> Any:
+        return (transformable if torch._C._are_functorch_transforms_active() else plain)(*inputs)
+
+    return apply
 
 
 _apply_forward = differentiable(_forward, _save, _differentiate)
 _apply_backward = differentiable(_backward, _save_again, _differentiate_again)
+
+
+# On a CPU by the compiled loops: one tensor of numbers is handed on, not six.
+
+
+def _forward_numbers(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    loss, numbers = _loops().forward(logits, *options)
+    return loss, numbers
+
+
+def _save_numbers(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_numbers(
+    ctx: Any, grad_loss: Tensor | None, _: Any
+) -> tuple[Tensor | None, None, None, None, None, None]:
+    if grad_loss is None:
+        return None, None, None, None, None, None
+    logits, target, numbers = ctx.saved_tensors
+    if torch.is_grad_enabled():  # somebody wants the second derivative
+        threshold, kept, lse, norm, share, *_ = numbers.unbind()
+        grad = _apply_backward(grad_loss * share, logits, target, threshold, kept, lse, norm)
+    else:
+        grad = _loops().backward(grad_loss, logits, target, numbers)
+    return grad, None, None, None, None, None
+
+
+_apply_loops = differentiable(_forward_numbers, _save_numbers, _differentiate_numbers)
+
+
+def as_cross_entropy_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
+) -> Tensor:
+    """The first of what `as_cross_entropy` returns: on a CPU, taking the constants apart is a good part of a call."""
+    options = logits, target, weight, delta, ignore_index, reduction
+    loss: Tensor = (_apply_loops if uses_numba(logits) and not needs_op(logits) else as_cross_entropy)(*options)[0]
+    return loss
 
 
 def as_cross_entropy(
@@ -165,6 +253,8 @@ def as_cross_entropy(
     if needs_op(logits):
         margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
+    elif uses_numba(logits):
+        outputs = _split(*_apply_loops(logits, target, weight, delta, ignore_index, reduction))
     else:
         outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
     return outputs

@@ -30,6 +30,8 @@ from softsieve.kernels import linear_step, linear_torch
 from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype, check_labels
 from softsieve.kernels.linear_types import (
+    FEWEST,
+    MEMORY,
     Backend,
     Chunk,
     Entries,
@@ -42,6 +44,7 @@ from softsieve.kernels.linear_types import (
     Targets,
 )
 
+# Where MEMORY bytes are allowed, in proportion elsewhere:
 BUFFER = 67 << 20  # bytes of logits at a time, forward
 WORK = linear_step.WORK
 ROWS = 68 << 20  # of them, in backward, for the rows with the sums of their gradient
@@ -57,8 +60,19 @@ def load_backend(name: str) -> Backend:
     return linear_torch
 
 
-def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, Saved]:
-    """The loss, reduced, and what else is known of every row."""
+ForwardCounted = Callable[[Layer, Targets, Options, "Shards"], tuple[Tensor, Saved]]
+
+
+def least_memory(rows: int, item: int) -> int:
+    """The fewest bytes with which logits of so many rows fit their buffer, of ``item`` bytes each."""
+    return -(-rows * FEWEST * item * MEMORY // BUFFER)
+
+
+def forward(
+    layer: Layer, targets: Targets, options: Options, forward_counted: ForwardCounted | None = None
+) -> tuple[Tensor, Saved]:
+    """The loss, reduced, and what else is known of every row; rows that count may have another ``forward_counted``."""
+    forward_counted = forward_counted or _forward_counted
     hidden, target = layer.hidden, targets.label
     shards = Shards(options.group, len(layer.weight), hidden.device)
     weights = targets.class_weight
@@ -73,11 +87,11 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, S
     count = int(counted.sum())
     targets = targets._replace(label=shards.own_labels(target))
     if count == len(hidden):
-        return _forward_counted(layer, targets, options, shards)
+        return forward_counted(layer, targets, options, shards)
     loss, saved = _forward_ignored(hidden, options)
     if count:
         rows = torch.nonzero_static(counted, size=count).squeeze(1)
-        loss_counted, saved_counted = _forward_counted(layer.select(rows), targets.select(rows), options, shards)
+        loss_counted, saved_counted = forward_counted(layer.select(rows), targets.select(rows), options, shards)
         for value, part in zip(saved[:-1], saved_counted[:-1], strict=True):
             value[rows] = part
         saved = saved._replace(counts=saved_counted.counts)
@@ -106,7 +120,8 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: S
     top, own, rival = layer.hidden.new_full((3, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
     own_scan = Scan(top, torch.zeros_like(top), own, rival)
     marks = backend.make_marks(layer, own_scan)
-    for chunk in layer.chunks(BUFFER):
+    budget = BUFFER * (options.memory or MEMORY) // MEMORY
+    for chunk in layer.chunks(budget):
         backend.scan(chunk, label, own_scan, marks)
     del chunk
     state = shards.merge_scans(own_scan)
@@ -115,7 +130,7 @@ def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: S
     unlisted, wide, entries = settled.counts.tolist()
     if wide:
         rows = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
-        for chunk in layer.select(rows).chunks(BUFFER):
+        for chunk in layer.select(rows).chunks(budget):
             backend.sum_kept(chunk, rows, label, state.own, settled)
     settled = shards.merge_kept(settled)
     if shards.group is not None and not backend.LISTED:  # solved here and not elsewhere: the label has a gradient
@@ -149,7 +164,7 @@ def backward(
     rows = (~saved.listed).nonzero_static(size=unlisted).squeeze(1)
     pass_on(
         layer, rows, grads, lambda chunk, block: backend.differentiate(chunk, block, label, factor, saved),
-        entries, count, backend, stepper,
+        entries, count, backend, stepper, options.memory,
     )  # fmt: skip
     if to_hidden is not None and shards.group is not None:
         dist.all_reduce(to_hidden, group=shards.group)
@@ -163,6 +178,7 @@ Differentiate = Callable[[Chunk, Tensor], None]
 def pass_on(
     layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Differentiate,
     entries: Entries, count: int, backend: Backend, stepper: Stepper | None,
+    memory: int = 0,
 ) -> None:  # fmt: skip
     """Gradients of rows that are not listed, and of ``count`` entries to weight and bias or to their ``stepper``."""
     to_hidden, to_weight, to_bias = grads
@@ -170,11 +186,13 @@ def pass_on(
     if stepper is not None:
         linear_step.step(layer, rows, to_hidden, differentiate, ordered, backend, stepper)
         return
-    add_rows(layer, rows, grads, differentiate)
+    add_rows(layer, rows, grads, differentiate, memory)
     backend.spread(ordered, layer.hidden, to_weight, to_bias)
 
 
-def add_rows(layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Differentiate) -> None:
+def add_rows(
+    layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differentiate: Differentiate, memory: int
+) -> None:
     """Write the gradient of the hidden states of these rows, and, as the first to do so, those of weight and bias.
 
     ``differentiate`` puts the gradient in the place of the products of a chunk of these rows.
@@ -184,13 +202,14 @@ def add_rows(layer: Layer, rows: Tensor, grads: Sequence[Tensor | None], differe
         if grad is not None:
             grad.zero_()
     item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
-    blocks = -(-len(rows) * layer.hidden.shape[1] * item // ROWS)
+    work, most = (share * (memory or MEMORY) // MEMORY for share in (WORK, ROWS))
+    blocks = -(-len(rows) * layer.hidden.shape[1] * item // max(1, most))
     for number, block in enumerate(rows.chunk(blocks) if len(rows) else ()):
         part = layer.select(block)
         sums = part.hidden.new_zeros(
             part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
-        for chunk in part.chunks(WORK - part.hidden.nbytes - sums.nbytes):
+        for chunk in part.chunks(work - part.hidden.nbytes - sums.nbytes):
             differentiate(chunk, block)
             classes = slice(chunk.start, chunk.start + chunk.products.shape[1])
             chunk_grads = (None if grad is None else grad[classes] for grad in (to_weight, to_bias))
@@ -266,19 +285,19 @@ Outputs = tuple[
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None,
     label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
-    ignore_index: int, cap: float, reduction: str, backend: str, group: str,
+    ignore_index: int, cap: float, reduction: str, backend: str, group: str, memory: int,
 ) -> Outputs:  # fmt: skip
     targets = Targets(label, delta, class_weight, row_weight)
-    options = Options(ignore_index, cap, reduction, backend, group)
+    options = Options(ignore_index, cap, reduction, backend, group, memory)
     loss, saved = forward(Layer(hidden, weight, bias, cap), targets, options)
     return loss, *saved
 
 
 def _backward(
     factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, saved: list[Tensor],
-    cap: float, backend: str, group: str, wanted: list[bool],
+    cap: float, backend: str, group: str, memory: int, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = Options(cap=cap, backend=backend, group=group)
+    options = Options(cap=cap, backend=backend, group=group, memory=memory)
     return backward(factor, Layer(hidden, weight, bias, cap), target, Saved(*saved), options, wanted)
 
 
@@ -298,7 +317,8 @@ def _(factor: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(others[0].new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what `differentiate` reads."""
     hidden, weight, bias, target, *_ = inputs
     ctx.save_for_backward(hidden, weight, bias, target, *output[1:])
     ctx.options = Options(*inputs[-len(Options._fields) :])
@@ -306,9 +326,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of what went into `_forward`."""
     if grad_loss is None:
-        return (None,) * 12
+        return (None,) * 13
     hidden, weight, bias, target, *tensors = ctx.saved_tensors
     saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
@@ -320,9 +341,9 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     options: Options = ctx.options
     grads = call(
         grad_loss * saved.share, hidden, weight, bias, target, tensors,
-        options.cap, options.backend, options.group, wanted,
+        options.cap, options.backend, options.group, options.memory, wanted,
     )  # fmt: skip
-    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 9
+    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 10
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -336,11 +357,11 @@ def _refuse(ctx: Any, *_: Any) -> None:
     )
 
 
-forward_op.register_autograd(_differentiate, setup_context=_save)
+forward_op.register_autograd(differentiate, setup_context=save)
 backward_op.register_autograd(_refuse, setup_context=_save_nothing)
 
 
-_apply_forward = differentiable(_forward, _save, _differentiate)
+_apply_forward = differentiable(_forward, save, differentiate)
 _apply_backward = differentiable(_backward, _save_nothing, _refuse)
 
 

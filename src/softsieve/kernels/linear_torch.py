@@ -73,6 +73,15 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     return Settled(threshold, rivals, torch.zeros_like(own), solved, none.int(), none, counts)
 
 
+def make_shares(targets: Targets, first: int, like: Tensor) -> Tensor:
+    """The weight of every row, of its own and of its label; this shard begins at the class ``first``."""
+    share = like.new_ones(len(targets.label), dtype=accumulation_dtype(like))
+    of_label = None if targets.class_weight is None else targets.class_weight[targets.label + first]
+    for weights in (of_label, targets.row_weight):
+        share = share if weights is None else share * weights.to(share.dtype)
+    return share
+
+
 def finish(
     targets: Targets, state: Scan, settled: Settled, first: int, classes: int, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -84,10 +93,7 @@ def finish(
     sparse = settled.threshold > -INF
     loss = torch.where(sparse, torch.minimum(settled.odds.log1p(), nll), nll)
     norm = (loss - nll).masked_fill_(~sparse, 0) + ((top - lse) + log_total)  # with what lse lost in rounding
-    share = torch.ones_like(loss)
-    of_label = None if targets.class_weight is None else targets.class_weight[targets.label + first]
-    for weights in (of_label, targets.row_weight):
-        share = share if weights is None else share * weights.to(share.dtype)
+    share = make_shares(targets, first, loss)
     loss = loss * share
     if reduction != "none":
         loss = loss.sum()

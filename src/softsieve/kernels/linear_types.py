@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+MEMORY = 128_000_000  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
+FEWEST = 128  # classes at a time
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 
 
@@ -23,6 +25,7 @@ class Options(NamedTuple):
     reduction: str = "mean"
     backend: str = "torch"
     group: str = ""  # name of the process group over which the weight is sharded; empty for none
+    memory: int = 0  # bytes beyond inputs and gradients that it was told to take; 0 where it was not told
 
 
 class Targets(NamedTuple):
@@ -81,7 +84,7 @@ class Layer(NamedTuple):
 
 def _step(rows: int, most: int, device: torch.device) -> int:
     """Classes at a time. On a GPU, blocks of 256 x 128 logits are to be a multiple of its processors, if they can."""
-    step = max(128, most - most % 128)
+    step = max(FEWEST, most - most % FEWEST)
     if device.type == "cuda":
         blocks, processors = -(-rows // 256), torch.cuda.get_device_properties(device).multi_processor_count
         if waves := step // 128 * blocks // processors:

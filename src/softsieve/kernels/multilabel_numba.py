@@ -11,89 +11,43 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import prange
 
-from softsieve.kernels.base_numba import LOG2E, compiler, power_of_two
+from softsieve.kernels.base_numba import choose, exp_rounded, jit_sums, jit_sums_parallel, larger_of_any
 
 INF, NAN, NONE = np.float32(np.inf), np.float32(np.nan), np.float32(0)
 LOWEST = np.finfo(np.float32).min  # of no rival; a loop that begins with -inf does not vectorise
 
-_jit_exact = compiler(fastmath={"contract"})
-_jit = compiler(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")  # sums vectorise; NaN is what it is
-_jit_parallel = compiler(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy", parallel=True)
 
-
-@intrinsic
-def _choose(typingctx: Any, condition: Any, one: Any, other: Any) -> Any:
-    """Return one or the other, both of which are computed: sums of what an if gives do not vectorise."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(*args)
-
-    return one(types.boolean, one, one), codegen
-
-
-@intrinsic
-def _larger(typingctx: Any, one: Any, other: Any) -> Any:
-    """Return the larger of two float32, which may be infinite, unlike those of `base_numba.larger`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.f32")
-        return builder.call(function, args, fastmath=("nnan", "nsz", "reassoc"))
-
-    return types.float32(types.float32, types.float32), codegen
-
-
-@_jit_exact
-def _exp(value: Any) -> Any:
-    """Return e to a number of at most 0, rounded to float32; it vectorises."""
-    whole = np.floor(value * np.float32(LOG2E) + np.float32(0.5))
-    whole = whole if whole > np.float32(-126.0) else np.float32(-126.0)
-    fraction = (value - whole * np.float32(0.693359375)) + whole * np.float32(2.12194440e-4)  # within 0.35
-    series = np.float32(1 / 5040)
-    series = series * fraction + np.float32(1 / 720)
-    series = series * fraction + np.float32(1 / 120)
-    series = series * fraction + np.float32(1 / 24)
-    series = series * fraction + np.float32(1 / 6)
-    series = series * fraction + np.float32(0.5)
-    series = series * fraction + np.float32(1.0)
-    series = series * fraction + np.float32(1.0)
-    return np.float32(0.0) if value < np.float32(-87.0) else series * power_of_two(np.int32(whole))
-
-
-@_jit
+@jit_sums
 def _largest(x: Any, flags: Any) -> Any:
     """Return the largest rival of each side, the number of positives, of logits that are too large, of wrong flags."""
     negative, positive = LOWEST, LOWEST
     positives, unusable, wrong = np.int32(0), np.int32(0), np.int32(0)
     for j in range(x.size):
         own = flags[j] != 0
-        negative = _larger(negative, _choose(own, LOWEST, x[j]))
-        positive = _larger(positive, _choose(own, -x[j], LOWEST))
+        negative = larger_of_any(negative, choose(own, LOWEST, x[j]))
+        positive = larger_of_any(positive, choose(own, -x[j], LOWEST))
         positives += np.int32(own)
         unusable += np.int32(not x[j] < INF)
         wrong += np.int32(own) & np.int32(flags[j] != 1)
     return negative, positive, positives, unusable, wrong
 
 
-@_jit
+@jit_sums
 def _sum(x: Any, flags: Any, bases: Any) -> Any:
     """Return the sums of the exponentials of either side's rivals, over that of its base."""
     first, second = bases
     negative, positive = NONE, NONE
     for j in range(x.size):
         own = flags[j] != 0
-        e = _exp(_choose(own, -x[j] - second, x[j] - first))
-        negative += _choose(own, NONE, e)
-        positive += _choose(own, e, NONE)
+        e = exp_rounded(choose(own, -x[j] - second, x[j] - first))
+        negative += choose(own, NONE, e)
+        positive += choose(own, e, NONE)
     return negative, positive
 
 
-@_jit
+@jit_sums
 def _sum_kept(x: Any, flags: Any, bases: Any, cuts: Any) -> Any:
     """Return `_sum` over the rivals that reach their side's cut, and their number."""
     first, second = bases
@@ -101,22 +55,22 @@ def _sum_kept(x: Any, flags: Any, bases: Any, cuts: Any) -> Any:
     negative, positive, kept = NONE, NONE, np.int32(0)
     for j in range(x.size):
         own = flags[j] != 0
-        z = _choose(own, -x[j], x[j])
-        keep = z >= _choose(own, second_cut, first_cut)
-        e = _choose(keep, _exp(z - _choose(own, second, first)), NONE)
-        negative += _choose(own, NONE, e)
-        positive += _choose(own, e, NONE)
+        z = choose(own, -x[j], x[j])
+        keep = z >= choose(own, second_cut, first_cut)
+        e = choose(keep, exp_rounded(z - choose(own, second, first)), NONE)
+        negative += choose(own, NONE, e)
+        positive += choose(own, e, NONE)
         kept += np.int32(keep)
     return negative, positive, kept
 
 
-@_jit
+@jit_sums
 def _log(total: float, base: float) -> float:
     """Return ``log(e^-base + total)``, which with the base is the logarithm of 1 and of what is over e^base."""
     return math.log1p(total) if base == 0 else math.log(math.exp(-base) + total)
 
 
-@_jit
+@jit_sums
 def _settle(top: Any, total: float, delta: float) -> Any:
     """Return a side's cut, its norm over all rivals, and its margin, from its largest rival and its sum."""
     small = math.exp(-abs(top))
@@ -127,7 +81,7 @@ def _settle(top: Any, total: float, delta: float) -> Any:
     return cut, norm, (threshold - largest) / (threshold + total)
 
 
-@_jit
+@jit_sums
 def _forward_row(x: Any, flags: Any, delta: float, sides: Any) -> Any:
     """Return loss, number of kept classes, margin and number of wrong flags; write the numbers of both sides."""
     top_n, top_p, positives, unusable, wrong = _largest(x, flags)
@@ -135,7 +89,7 @@ def _forward_row(x: Any, flags: Any, delta: float, sides: Any) -> Any:
         sides[:] = NAN
         sides[:2] = -INF
         return INF if not unusable else NAN, np.int64(x.size), NAN, wrong
-    bases = _larger(top_n, NONE), _larger(top_p, NONE)
+    bases = larger_of_any(top_n, NONE), larger_of_any(top_p, NONE)
     sums = _sum(x, flags, bases)
     cut_n, norm_n, margin_n = _settle(top_n, sums[0], delta)
     cut_p, norm_p, margin_p = _settle(top_p, sums[1], delta)
@@ -157,7 +111,7 @@ def _forward_row(x: Any, flags: Any, delta: float, sides: Any) -> Any:
     return np.float32(loss), kept, np.float32(margin), wrong
 
 
-@_jit
+@jit_sums
 def _forward_rows(
     x: Any, flags: Any, delta: float, low: int, high: int, loss: Any, sides: Any, kept: Any, margin: Any
 ) -> int:
@@ -168,7 +122,7 @@ def _forward_rows(
     return wrong
 
 
-@_jit_parallel
+@jit_sums_parallel
 def _forward_spans(x: Any, flags: Any, delta: float, spans: int, loss: Any, sides: Any, kept: Any, margin: Any) -> int:
     wrong = np.int64(0)
     for span in prange(spans):
@@ -177,18 +131,18 @@ def _forward_spans(x: Any, flags: Any, delta: float, spans: int, loss: Any, side
     return wrong
 
 
-@_jit
+@jit_sums
 def _backward_row(grad: Any, factor: Any, x: Any, flags: Any, sides: Any) -> None:
     cut_n, cut_p, base_n, base_p, norm_n, norm_p = sides[0], sides[1], sides[2], sides[3], sides[4], sides[5]
     for j in range(x.size):
         own = flags[j] != 0
-        z = _choose(own, -x[j], x[j])
-        e = _exp((z - _choose(own, base_p, base_n)) - _choose(own, norm_p, norm_n))
-        e = _choose(z < _choose(own, cut_p, cut_n), NONE, e)
-        grad[j] = _choose(own, -e, e) * factor
+        z = choose(own, -x[j], x[j])
+        e = exp_rounded((z - choose(own, base_p, base_n)) - choose(own, norm_p, norm_n))
+        e = choose(z < choose(own, cut_p, cut_n), NONE, e)
+        grad[j] = choose(own, -e, e) * factor
 
 
-@_jit
+@jit_sums
 def _backward_rows(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept: Any, low: int, high: int) -> None:
     for row in range(low, high):
         if kept[row] == 0:
@@ -197,7 +151,7 @@ def _backward_rows(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept:
             _backward_row(grad[row], factor[row], x[row], flags[row], sides[row])
 
 
-@_jit_parallel
+@jit_sums_parallel
 def _backward_spans(grad: Any, factor: Any, x: Any, flags: Any, sides: Any, kept: Any, spans: int) -> None:
     for span in prange(spans):
         low, high = span * len(x) // spans, (span + 1) * len(x) // spans

@@ -157,10 +157,16 @@ def as_cross_entropy(
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.weight(weight, logits)
-    x, t = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
+    x, t = logits, target
+    if logits.ndim != 2:
+        x, t = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    options = x, t.long(), weight, delta, ignore_index, reduction
     loss: Tensor
-    loss, threshold, kept, lse, *_, margin = kernel.as_cross_entropy(x, t, weight, delta, ignore_index, reduction)
-    if not torch.is_autocast_enabled(logits.device.type):
+    if return_stats:
+        loss, threshold, kept, lse, *_, margin = kernel.as_cross_entropy(*options)
+    else:
+        loss = kernel.as_cross_entropy_loss(*options)
+    if loss.dtype != logits.dtype and not torch.is_autocast_enabled(logits.device.type):
         loss = loss.to(logits.dtype)
     if reduction == "none":
         loss = loss.view(target.shape)

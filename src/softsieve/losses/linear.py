@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from softsieve import _checks, reference
 from softsieve.kernels import linear as kernel
-from softsieve.kernels import stepped
-from softsieve.kernels.cross_entropy import HAS_TRITON
+from softsieve.kernels import linear_rows, stepped
+from softsieve.kernels.cross_entropy import HAS_TRITON, needs_op
 from softsieve.kernels.cross_entropy_torch import check_labels
-from softsieve.kernels.linear_types import Options, Stepper, Targets
+from softsieve.kernels.linear_types import FEWEST, Options, Stepper, Targets
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
@@ -69,32 +69,43 @@ def check_options(ignore_index: int, reduction: str, backend: str) -> None:
     _checks.choice("backend", backend, BACKENDS)
 
 
+def check_memory(memory: int, rows: int, weight: Tensor) -> int:
+    """The bytes themselves, refused if a block of logits of so many rows does not fit."""
+    _checks.whole_number("memory", memory, 1, 2**62)
+    least = kernel.least_memory(rows, weight.element_size())
+    if memory < least:
+        raise ValueError(
+            f"memory: expected at least {least} bytes, for {FEWEST} classes of {rows} rows at a time, found {memory}"
+        )
+    return memory
+
+
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
     return_stats: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
     return_stats: Literal[True],
 ) -> tuple[Tensor, LinearASStats]: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
-    softcap: float | None = ..., backend: str = ..., group: Any = ...,
+    softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
     return_stats: bool,
 ) -> Tensor | tuple[Tensor, LinearASStats]: ...  # fmt: skip
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
     ignore_index: int = -100, reduction: str = "mean", class_weight: Tensor | None = None,
     row_weight: Tensor | None = None, softcap: float | None = None, backend: str = "auto", group: Any = None,
-    return_stats: bool = False,
+    memory: int | None = None, return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     r"""AS cross-entropy of ``hidden @ weight.T + bias``, without ever holding the logits.
 
@@ -121,6 +132,10 @@ def linear_as_cross_entropy(
         group: process group of `torch.distributed` over whose ranks the rows of the weight are sharded, in order.
             All ranks give the same hidden states, targets and options; weight, bias and their gradients are this
             rank's, class weights are of all classes.
+        memory: bytes beyond inputs and gradients that it may take. With None it is at most about 128 MB, or what 128
+            classes of all rows take where that is more, and on a CPU less. More memory, larger blocks. On a CPU, with a
+            mean or a sum, rows whose logits fit have their gradients made in the forward pass, while the logits are
+            there: three products of matrices instead of four, which pays where many rows are dense.
         return_stats: also return `LinearASStats`.
 
     Shape:
@@ -149,14 +164,15 @@ def linear_as_cross_entropy(
     return compute(
         hidden, weight, target, bias=bias, delta=delta, ignore_index=ignore_index, reduction=reduction,
         class_weight=class_weight, row_weight=row_weight, softcap=softcap, backend=backend, group=group,
-        return_stats=return_stats,
+        memory=memory, return_stats=return_stats,
     )  # fmt: skip
 
 
 def compute(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, delta: float | Tensor, ignore_index: int,
     reduction: str, class_weight: Tensor | None, row_weight: Tensor | None, softcap: float | None, backend: str,
-    group: Any, return_stats: bool, stepper: Stepper | None = None, loss_dtype: torch.dtype | None = None,
+    group: Any, return_stats: bool, memory: int | None = None, stepper: Stepper | None = None,
+    loss_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     """`linear_as_cross_entropy`, whose backward pass gives the gradient of the weight to a ``stepper``, if any.
 
@@ -177,6 +193,8 @@ def compute(
     _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
     name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
+    if memory is not None:
+        options = options._replace(memory=check_memory(memory, target.numel(), weight))
 
     kind = hidden.device.type
     casts = stepper is None and torch.is_autocast_enabled(kind)
@@ -192,6 +210,13 @@ def compute(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
+def _choose_way(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Any:
+    """The module that computes it: that which holds logits, where gradients are wanted and those of enough rows fit."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    plain = not needs_op(hidden) and not torch._C._are_functorch_transforms_active()
+    return linear_rows if wanted and plain and linear_rows.block_rows(hidden, weight, options) else kernel
+
+
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, return_stats: bool,
     stepper: Stepper | None,
@@ -199,7 +224,9 @@ def _compute(
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
         if stepper is None:
-            loss, saved = kernel.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+            loss, saved = _choose_way(hidden, weight, bias, options).linear_as_cross_entropy(
+                hidden, weight, bias, targets, options
+            )
         else:
             loss, saved = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
         if not return_stats:
