@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import prange, types
 from numba.extending import overload
 
-from softsieve.kernels.base_numba import as_float, jit, jit_fast, prefetch
+from softsieve.kernels.base_numba import ALONE, as_float, jit, jit_fast, jit_parallel, prefetch
+
+ROWS_AHEAD = 2  # rows that are prefetched
 
 
 class Quantised(NamedTuple):
@@ -36,50 +38,77 @@ def exact_row(row: Any, x: Any) -> Any:
     return total
 
 
-@jit_fast
-def _sum(x: Any) -> Any:
-    total = x.dtype.type(0)
-    for j in range(x.size):
-        total += x[j]
-    return total
+# The loop over a group is written out in each: a call takes longer than the 16 or 32 entries of a group.
 
 
 @jit_fast
-def _code_product(codes: Any, x: Any) -> Any:
-    """Return ``codes @ x``."""
-    total = x.dtype.type(0)
-    for j in range(x.size):
-        total += x.dtype.type(codes[j]) * x[j]
-    return total
-
-
-@jit_fast
-def _digit_product(codes: Any, levels: Any, low: Any, high: Any) -> Any:
-    """Return the product of a group: the lower halves of its bytes with ``low``, the upper ones with ``high``."""
-    total = low.dtype.type(0)
-    for j in range(codes.size):
-        digits = np.uint8(codes[j])
-        total += levels[digits & 15] * low[j] + levels[digits >> 4] * high[j]
-    return total
-
-
-@jit_fast
-def _quantised_row(weight: Quantised, number: int, x: Any) -> Any:
-    """Return the product of a query with a row that is dequantised on the way."""
-    codes, scales, levels = weight.codes[number], weight.scales[number], weight.levels
-    group = x.size // scales.size
-    half, total = group // 2, x.dtype.type(0)
+def _code_row(codes: Any, scales: Any, x: Any) -> Any:
+    """Return the product with a row of codes of 8 bits."""
+    group, total = x.size // scales.size, x.dtype.type(0)
     for g in range(scales.size):
-        start = g * group
-        part = x[start : start + group]
-        if levels.size:
-            value = _digit_product(codes[g * half : (g + 1) * half], levels, part[:half], part[half:])
-        else:
-            value = _code_product(codes[start : start + group], part)
+        some, part = codes[g * group : (g + 1) * group], x[g * group : (g + 1) * group]
+        value = x.dtype.type(0)
+        for j in range(part.size):
+            value += as_float(some[j]) * part[j]
         total += as_float(scales[g]) * value
-        if weight.minimums.size:
-            total += as_float(weight.minimums[number, g]) * _sum(part)
     return total
+
+
+@jit_fast
+def _digit_row(codes: Any, scales: Any, levels: Any, x: Any) -> Any:
+    """Return the product with a row of codes of 4 bits, two a byte: entries of both halves of a group."""
+    half, total = codes.size // scales.size, x.dtype.type(0)
+    for g in range(scales.size):
+        some, part = codes[g * half : (g + 1) * half], x[2 * g * half : 2 * (g + 1) * half]
+        low, high = part[:half], part[half:]
+        value = x.dtype.type(0)
+        for j in range(some.size):
+            digits = np.uint8(some[j])
+            value += levels[digits & 15] * low[j] + levels[digits >> 4] * high[j]
+        total += as_float(scales[g]) * value
+    return total
+
+
+@jit_fast
+def _group_sums(x: Any, groups: int) -> Any:
+    """Return what a query meets minimums with."""
+    sums, group = np.zeros(groups, x.dtype), x.size // max(groups, 1)
+    for g in range(groups):
+        for value in x[g * group : (g + 1) * group]:
+            sums[g] += value
+    return sums
+
+
+@jit_parallel
+def _plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    if rows.size * x.size <= ALONE:
+        for r in range(rows.size):
+            if r + ROWS_AHEAD < rows.size:
+                prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
+            out[r] = exact_row(weight[rows[r]], x)
+    else:
+        for r in prange(rows.size):
+            out[r] = exact_row(weight[rows[r]], x)
+
+
+@jit_parallel
+def _quantised_rows(codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, rows: Any, out: Any) -> None:
+    sums = _group_sums(x, minimums.shape[1])
+    if rows.size * x.size <= ALONE:
+        for r in range(rows.size):
+            if r + ROWS_AHEAD < rows.size:
+                prefetch(codes, np.intp(rows[r + ROWS_AHEAD]), 0)
+                prefetch(scales, np.intp(rows[r + ROWS_AHEAD]), 0)
+            row, scale = codes[rows[r]], scales[rows[r]]
+            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
+            if sums.size:
+                out[r] += exact_row(minimums[rows[r]], sums)
+    else:
+        for r in prange(rows.size):
+            row, scale = codes[rows[r]], scales[rows[r]]
+            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
+            if sums.size:
+                out[r] += exact_row(minimums[rows[r]], sums)
 
 
 @jit
@@ -95,13 +124,8 @@ def _has_changed(rows: Any, probes: Any, samples: Any) -> bool:
 # -- what is asked of a weight of either kind ----------------------------------------------------------------------
 
 
-def row_product(weight: Any, number: int, x: Any) -> Any:
-    """Return ``weight[number] @ x``."""
-    raise NotImplementedError
-
-
-def prefetch_row(weight: Any, number: int) -> None:
-    """Ask the memory for a row, which will be read soon."""
+def row_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x``."""
     raise NotImplementedError
 
 
@@ -122,23 +146,13 @@ def _is_quantised(weight: Any) -> bool:
 # Not strict: numba would compare the annotations of both signatures, of which lambdas have none.
 
 
-@overload(row_product, strict=False)
-def _row_product(weight: Any, number: Any, x: Any) -> Callable[..., Any]:
-    if _is_quantised(weight):
-        return lambda weight, number, x: _quantised_row(weight, number, x)
-    return lambda weight, number, x: exact_row(weight[number], x)
-
-
-@overload(prefetch_row, strict=False)
-def _prefetch_row(weight: Any, number: Any) -> Callable[..., Any]:
-    if _is_quantised(weight):
-
-        def both(weight: Any, number: Any) -> None:
-            prefetch(weight.codes, np.intp(number), 0)
-            prefetch(weight.scales, np.intp(number), 0)
-
-        return both
-    return lambda weight, number: prefetch(weight, np.intp(number), 0)
+@overload(row_products, strict=False)
+def _row_products(weight: Any, x: Any, rows: Any, out: Any) -> Callable[..., Any]:
+    if _is_quantised(weight):  # its arrays one by one: a tuple of them takes longer to pass on than a row to read
+        return lambda weight, x, rows, out: _quantised_rows(
+            weight.codes, weight.scales, weight.minimums, weight.levels, x, rows, out
+        )
+    return lambda weight, x, rows, out: _plain_rows(weight, x, rows, out)
 
 
 @overload(row_bytes, strict=False)

@@ -13,24 +13,17 @@ import numpy as np
 from numba import prange
 
 from softsieve.kernels.base_numba import ALONE, jit_fast, jit_parallel, prefetch
-from softsieve.kernels.quantised_numba import exact_row, prefetch_row, row_product
+from softsieve.kernels.quantised_numba import exact_row, row_products
 
-RECORDS_AHEAD, ROWS_AHEAD = 8, 2  # records of codes and rows of the weight that are prefetched
+RECORDS_AHEAD = 8  # records of codes that are prefetched
 LINE = 64  # bytes of a cache line
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
 
-@jit_parallel
+@jit_fast
 def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
     """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
-    if rows.size * x.size <= ALONE:
-        for r in range(rows.size):
-            if r + ROWS_AHEAD < rows.size:
-                prefetch_row(weight, rows[r + ROWS_AHEAD])
-            out[r] = row_product(weight, rows[r], x)
-    else:
-        for r in prange(rows.size):
-            out[r] = row_product(weight, rows[r], x)
+    row_products(weight, x, rows, out)
     if bias.size:
         for r in range(rows.size):
             out[r] += bias[rows[r]]
