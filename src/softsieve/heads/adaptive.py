@@ -89,7 +89,7 @@ class AdaptiveSoftmax(Fitted):
         seed: int = 0,
     ) -> None:
         options = _checked(weight, bias, Options(beta, method, guarantee, noise, read_chosen, rotate, seed))
-        self.weight: Weight = weight.detach()
+        self.weight: Any = weight.detach()  # a tensor or a `QuantisedWeight`
         self.bias = None if bias is None else bias.detach()
         self.eps, self.delta = _checks.open_unit("eps", eps), _checks.open_unit("delta", delta)
         self.beta, self.method, self.guarantee, self.noise, self.read_chosen, self.rotate, self.seed = options
@@ -183,6 +183,16 @@ class AdaptiveSoftmax(Fitted):
         if fallbacks:
             logits[fallbacks] = self._layer.logits(queries[fallbacks])
         return in_range(logits).reshape(*x.shape[:-1], -1)
+
+    @in_own_modes
+    def exact_logits(self, x: Tensor) -> Tensor:
+        """All logits by the exact product, (..., n), whatever the method is.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(2), beta=2.0).exact_logits(torch.tensor([1.0, 3.0]))
+            tensor([2., 6.])
+        """
+        return in_range(self._layer.logits(self._queries(x))).reshape(*x.shape[:-1], -1)
 
     @in_own_modes
     def above(self, x: Tensor, threshold: float = 0.0) -> Above:
@@ -316,7 +326,9 @@ def _checked(weight: Weight, bias: Tensor | None, options: Options) -> Options:
     beta, method, guarantee, noise, read_chosen, rotate, seed = options
     if isinstance(weight, QuantisedWeight):
         if method == "coordinates":
-            raise ValueError("method: expected 'auto', 'exact' or 'cascade' for a quantised weight, found 'coordinates'")
+            raise ValueError(
+                "method: expected 'auto', 'exact' or 'cascade' for a quantised weight, found 'coordinates'"
+            )
     else:
         _checks.matrix("weight", weight)
     if bias is not None:

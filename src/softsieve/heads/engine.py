@@ -45,7 +45,8 @@ class Layer:
     """The layer that engines answer for. Its logits are ``beta * (weight @ x + bias)``."""
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, options: Options = Options()) -> None:  # noqa: B008
-        self.weight, self.bias, self.options, self.beta = weight, bias, options, options.beta
+        self.weight: Any = weight
+        self.bias, self.options, self.beta = bias, options, options.beta
         self.reader, self.watch = Reader(weight), Watch(weight, bias)
         self.bytes = weight.nbytes
 

@@ -43,4 +43,6 @@ def reason_against_cascade(weight: Weight) -> str | None:
     """Why there can be no cascade for a weight; None when there can be one."""
     if weight.is_cpu:
         return None
-    return "a quantised weight has one on a CPU alone" if isinstance(weight, QuantisedWeight) else reason_against(weight)
+    return (
+        "a quantised weight has one on a CPU alone" if isinstance(weight, QuantisedWeight) else reason_against(weight)
+    )

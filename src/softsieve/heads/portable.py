@@ -15,7 +15,7 @@ from softsieve.heads import weightless
 from softsieve.heads.engine import Engine, Layer, Options, Promise, State
 from softsieve.heads.engines import check_cascade
 from softsieve.heads.modes import in_own_modes, ordinary, own_modes
-from softsieve.heads.quantised import Weight, from_tensors, to_tensors
+from softsieve.heads.quantised import QuantisedWeight, Weight, from_tensors, to_tensors
 
 Head = TypeVar("Head", bound="Portable")
 SETTINGS = ("eps", "delta", *Options._fields)
@@ -25,7 +25,7 @@ class Portable:
     """What `AdaptiveSoftmax` is made of, as tensors and settings."""
 
     if TYPE_CHECKING:
-        weight: Weight
+        weight: Any
         bias: Tensor | None
         _device_type: str
         _engine: Engine | None
@@ -110,7 +110,7 @@ class Portable:
 
         file = _file(path)
         try:
-            with own_modes(weight.device.type if isinstance(weight, Weight) else "cpu"):
+            with own_modes(weight.device.type if isinstance(weight, Tensor | QuantisedWeight) else "cpu"):
                 tensors, settings = index_file.read(file)
                 weightless.add_weight(Path(path), tensors, settings, weight, bias)
                 head = cls._from_state(State(tensors, settings))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def to_tensors(weight: Weight) -> dict[str, Tensor]:
     return {_PREFIX + name: value for name, value in parts.items() if value is not None}
 
 
-def from_tensors(tensors: dict[str, Tensor]) -> Weight:
+def from_tensors(tensors: dict[str, Tensor]) -> Any:
     """The weight of what `to_tensors` gave, which is taken out of other tensors.
 
     Raises:

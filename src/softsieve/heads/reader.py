@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ FEW = 16  # queries for which dequantising rows of a weight once for each takes 
 class Reader:
     """A matrix (n, d) that can be read by columns and by rows.
 
-    Rows stay where the caller has them, and quantised ones quantised; these are not read by columns. The copy by columns, in which a coordinate of all rows is one contiguous read,
-    is made when it is first used, in float32 (float64 for a float64 weight).
+    Rows stay where the caller has them, quantised ones quantised. The copy by columns, in which a coordinate of all rows
+    is one contiguous read, is made when it is first used, in float32 (float64 for a float64 weight); a quantised matrix
+    is not read so.
     """
 
     def __init__(self, weight: Weight) -> None:
-        self.weight = weight
+        self.weight: Any = weight
         self.rows, self.size = weight.shape
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
 

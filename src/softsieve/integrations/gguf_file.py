@@ -62,11 +62,10 @@ def unpack(kind: str, blocks: Any) -> QuantisedWeight:
     """A quantised weight from the blocks of its rows, an array (n, bytes), some rows at a time."""
     step = max(1, _AT_ONCE // blocks.shape[1])
     parts = [
-        _UNPACK[kind](torch.from_numpy(np.array(blocks[start : start + step])))
-        for start in range(0, len(blocks), step)
+        _UNPACK[kind](torch.from_numpy(np.array(blocks[start : start + step]))) for start in range(0, len(blocks), step)
     ]
     first = parts[0]
-    minimums = None if first.minimums is None else torch.cat([part.minimums for part in parts if part.minimums is not None])  # fmt: skip
+    minimums = None if first.minimums is None else torch.cat([part.minimums for part in parts])  # type: ignore[misc]
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return QuantisedWeight(codes, scales, minimums, levels=first.levels)
 
