@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from softsieve.errors import InputError
 from softsieve.heads import QuantisedWeight
@@ -97,7 +98,9 @@ def test_the_output_layer_comes_before_tied_embeddings(tmp_path: Path) -> None:
     path = write(
         tmp_path / "model.gguf", {"token_embd.weight": (random_blocks("Q8_0"), "Q8_0"), "output.weight": (plain, "F32")}
     )
-    assert torch.equal(read_gguf_weight(path), torch.from_numpy(plain))
+    read = read_gguf_weight(path)
+    assert isinstance(read, Tensor)
+    assert torch.equal(read, torch.from_numpy(plain))
     assert isinstance(read_gguf_weight(path, "token_embd.weight"), QuantisedWeight)
     with pytest.raises(InputError, match="expected a tensor 'other', found"):
         read_gguf_weight(path, "other")

@@ -52,7 +52,7 @@ def test_rows_of_a_file_are_read_instead_of_the_model_s() -> None:
     same = (right.gather(-1, order) - best).abs().amax(-1) <= 1e-4
     top = (right.topk(3).values - best).abs().amax(-1) <= 1e-4
     assert float((same & top).double().mean()) >= 0.9
-    assert 0 < module.exactly < module.answered
+    assert module.exactly < module.answered == ids.numel()
     with torch.no_grad():  # a fallback's product is with the rows, and counts their bytes
         before = module.bytes_read
         hidden = queries_of(exact)[:2]
@@ -116,7 +116,7 @@ def test_fields_of_torchao() -> None:
     some = none + 3
     moved: Any = read_torchao(Int8Tensor(codes, scales, some))  # type: ignore[arg-type]
     torch.testing.assert_close(moved.double(), dequantise(codes - 3, scales))
-    packed: Any = read_torchao(Int8Tensor(codes, scales, none, target_dtype=torch.int4))  # type: ignore[arg-type]
+    packed: Any = read_torchao(Int8Tensor(codes, scales, none, target_dtype="torch.int4"))  # type: ignore[arg-type]
     assert packed.codes.shape == (20, 16)
     torch.testing.assert_close(packed.double(), dequantise(codes, scales))
     for fields, message in (
@@ -133,9 +133,9 @@ def test_fields_of_torchao() -> None:
 def test_a_model_that_torchao_quantised(bits: int) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     model = make(tied=False)
-    group = torchao.PerGroup(32)
+    group = torchao.PerGroup(16)
     config = (
-        torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)
+        torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)  # type: ignore[attr-defined]
         if bits == 4
         else torchao.Int8WeightOnlyConfig()
     )
@@ -143,7 +143,7 @@ def test_a_model_that_torchao_quantised(bits: int) -> None:
     exact = copy.deepcopy(model)
     module = accelerated(model)
     assert isinstance(module.head.weight, QuantisedWeight)
-    assert module.head.weight.nbytes < WORDS * 32 * bits // 8 * 1.3
+    assert module.head.weight.nbytes <= WORDS * (32 * bits // 8 + 8)
     ids = torch.randint(WORDS, (4, 30), generator=torch.Generator().manual_seed(2))
     right, found = steps(exact, ids), steps(model, ids)
     chosen = right.gather(-1, found.argmax(-1, keepdim=True))[..., 0]

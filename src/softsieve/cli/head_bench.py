@@ -147,6 +147,8 @@ def say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Seque
     )
     if any(method.startswith("faiss") for method in methods):
         console.print(head_methods.NOTE)
-    elif missing := sorted(set(head_methods.METHODS) - set(head_methods.available())):
-        console.print(f"not installed: {', '.join(missing)} ({install('rivals')})")
+    absent = set(head_methods.METHODS) - set(head_methods.available()) - set(methods)
+    for word, extra in {"faiss": "rivals", "torchao": "quantised"}.items():
+        if names := sorted(name for name in absent if word in name):
+            console.print(f"not installed: {', '.join(names)} ({install(extra)})")
     console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, '.json'))}")

@@ -120,7 +120,14 @@ def _torchao(method: str, bits: int, layer: Layer) -> Iterator[Point]:
     """torchao's quantisation of weights alone: 8 bits with a scale a row, or 4 with one for 32 entries."""
     torchao = package("torchao.quantization", method)
     start = time.perf_counter()
-    kind = {"weight_dtype": torch.int4, "granularity": torchao.PerGroup(32)} if bits == 4 else {}
+    kind = (
+        {
+            "weight_dtype": torch.int4,  # type: ignore[attr-defined]
+            "granularity": torchao.PerGroup(32),
+        }
+        if bits == 4
+        else {}
+    )
     if bits == 4 and layer.full.shape[1] % 32:
         return
     module = _linear(layer).bfloat16()

@@ -153,7 +153,8 @@ class QuantisedWeight:
         return values.view(rows, size)
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantisedWeight:
-        return from_tensors({name: value.clone() for name, value in to_tensors(self).items()})
+        again: QuantisedWeight = from_tensors({name: value.clone() for name, value in to_tensors(self).items()})
+        return again
 
 
 Weight: TypeAlias = Tensor | QuantisedWeight  # what a head may have

@@ -20,9 +20,9 @@ FEW = 16  # queries for which dequantising rows of a weight once for each takes 
 class Reader:
     """A matrix (n, d) that can be read by columns and by rows.
 
-    Rows stay where the caller has them, quantised ones quantised. The copy by columns, in which a coordinate of all rows
-    is one contiguous read, is made when it is first used, in float32 (float64 for a float64 weight); a quantised matrix
-    is not read so.
+    Rows stay where the caller has them, quantised ones quantised. The copy by columns, in which a coordinate of all
+    rows is one contiguous read, is made when it is first used, in float32 (float64 for a float64 weight); a quantised
+    matrix is not read so.
     """
 
     def __init__(self, weight: Weight) -> None:
@@ -58,7 +58,8 @@ class Reader:
 
     @property
     def row_bytes(self) -> int:
-        return self.weight.dtype.itemsize
+        size: int = self.weight.dtype.itemsize
+        return size
 
     def columns(self, index: Tensor, factor: Tensor) -> Tensor:
         """``sum over m of factor_m (A - centre)[:, index_m]`` for every query: (batch, m) twice to (batch, n)."""
