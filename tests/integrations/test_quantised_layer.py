@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.errors import InputError
-from softsieve.heads import QuantisedWeight, WeightChanged
+from softsieve.heads import AdaptiveSoftmax, QuantisedWeight, WeightChanged
 from softsieve.integrations.adaptive_head import INDEX, accelerate_head, restore_head
 from softsieve.integrations.quantised_layer import check_same, read_torchao
 from softsieve.reference.heads import dequantise
@@ -126,6 +126,8 @@ def test_fields_of_torchao() -> None:
         with pytest.raises(InputError, match=message):
             read_torchao(Int8Tensor(codes, scales, none, **fields))  # type: ignore[arg-type]
     assert read_torchao(nn.Parameter(torch.ones(2, 2))) is None
+    with pytest.raises(TypeError, match="weight: expected a tensor or a QuantisedWeight, found torchao's Int8Tensor"):
+        AdaptiveSoftmax(Int8Tensor(codes, scales, none))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -329,6 +329,8 @@ def _checked(weight: Weight, bias: Tensor | None, options: Options) -> Options:
             raise ValueError(
                 "method: expected 'auto', 'exact' or 'cascade' for a quantised weight, found 'coordinates'"
             )
+    elif type(weight).__module__.startswith("torchao"):  # some of which fail in their own ways
+        raise TypeError(f"weight: expected a tensor or a QuantisedWeight, found torchao's {type(weight).__name__}")
     else:
         _checks.matrix("weight", weight)
     if bias is not None:
