@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -311,7 +312,7 @@ def saved(name: str, value: object, like: Tensor, *, high: float, low: float = 0
         raise ValueError(f"{name}: expected numbers in [{low:g}, {high:g}]")
 
 
-def _one_each(name: str, value: Tensor, weight: Tensor, what: str) -> None:
+def _one_each(name: str, value: Tensor, weight: Any, what: str) -> None:
     _floats(name, value, "(n,)")
     if value.shape != weight.shape[:1]:
         raise ValueError(f"{name}: expected shape ({len(weight)},), one a {what}, found {tuple(value.shape)}")
@@ -334,8 +335,8 @@ def matrix(name: str, value: Tensor) -> None:
     finite(name, value)
 
 
-def vector(name: str, value: Tensor, weight: Tensor) -> None:
-    """Refuse what is not a finite number for each row of the weight."""
+def vector(name: str, value: Tensor, weight: Any) -> None:
+    """Refuse what is not a finite number for each row of the weight, a tensor or a quantised one."""
     _one_each(name, value, weight, "row")
     finite(name, value)
 

@@ -15,7 +15,7 @@ from softsieve.comparisons.head_methods import Answer, Layer, Plan, Point
 from softsieve.comparisons.heads import Truth, measure
 from softsieve.data.synthetic_heads import make_head
 from softsieve.errors import InputError
-from softsieve.heads import AdaptiveSoftmax, TopK
+from softsieve.heads import AdaptiveSoftmax, QuantisedWeight, TopK
 from softsieve.integrations.hidden_states import Corpus, Head
 from softsieve.reference.answers import is_right
 
@@ -79,7 +79,7 @@ def test_the_last_row_is_right_where_it_is_and_minus_one_is_not() -> None:
 def test_the_judgement_is_that_of_the_experiments(made: tuple[Layer, Tensor]) -> None:
     layer, queries = made
     g = torch.Generator().manual_seed(0)
-    exact = queries.double() @ layer.weight.double().T + layer.bias  # type: ignore[operator]
+    exact = queries.double() @ layer.weight.double().T + layer.bias
     truth = Truth(layer, queries, k=3, eps=0.3)
     verdicts = []
     for number, logits in enumerate(exact):
@@ -205,8 +205,10 @@ def test_without_faiss_its_methods_are_left_out_or_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     monkeypatch.setattr(extras, "import_module", missing)
     assert [name for name in suite.METHODS if name not in suite.available()] == [
-        name for name in suite.METHODS if "faiss" in name
+        name for name in suite.METHODS if "faiss" in name or "torchao" in name
     ]
+    with pytest.raises(InputError, match=r"int8, torchao needs the package torchao.*'softsieve\[quantised\]'"):
+        list(suite.RIVALS["int8, torchao"](layer_of(torch.eye(4))))
     with pytest.raises(InputError, match=r"faiss flat needs the package faiss: pip install 'softsieve\[rivals\]'"):
         list(suite.RIVALS["faiss flat"](layer_of(torch.eye(4))))
 
@@ -236,7 +238,9 @@ def test_all_methods_are_measured_on_all_queries() -> None:
     ]
     for r in results:
         assert (r.head, r.corpus, r.queries, r.eps) == ("h", "a", 20, 0.3)
-        assert 0 < r.ms_p20 <= r.ms <= r.ms_p80
+        assert 0 < r.ms_p20 <= r.ms <= r.ms_p80 <= r.ms_p99
+        assert r.ms_p20 < r.ms_mean
+        assert r.ms_cold is r.cold_ratio is None
         assert 0 <= r.success <= r.topk_right <= 1
         assert r.bytes_ratio == pytest.approx(200 * 16 * 2 / r.bytes_mean)
         assert r.delta == (0.1 if r.method == "coordinates" else None)
@@ -374,3 +378,52 @@ def test_a_made_up_head_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first.test, other.test)
     with pytest.raises(ValueError, match="rank: expected 1 to d = 8, found 9"):
         make_head(50, 8, rank=9)
+
+
+# -- quantised weights
+
+
+def test_int8_of_torch_is_nearly_right(made: tuple[Layer, Tensor]) -> None:
+    """Its logits are near the exact ones, with the bias, and not the same: queries have 8 bits, too."""
+    layer, queries = made
+    (point,) = suite.RIVALS["int8, torch"](layer)
+    share, answers = right_share(point, layer, queries, 1)
+    assert share > 0.7
+    exact = torch.nn.functional.linear(queries, layer.full, layer.bias).softmax(-1)
+    probs = torch.stack([answer.probs[0] for answer in answers if answer.probs is not None])
+    error = (probs - exact.gather(-1, torch.stack([answer.indices for answer in answers]))[:, 0]).abs()
+    assert 0 < float(error.max()) < 0.2
+    assert answers[0].bytes_read == N * D
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("bits", "least"), [(8, 0.8), (4, 0.3)])
+def test_weights_of_torchao(bits: int, least: float) -> None:
+    pytest.importorskip("torchao")
+    weight, _, queries = make_head(N, 32, rank=8, calibration=10, test=40)
+    layer = layer_of(weight, torch.randn(N, generator=torch.Generator().manual_seed(1)))
+    (point,) = suite.RIVALS[f"int{bits}, torchao"](layer)
+    share, answers = right_share(point, layer, queries, 1)
+    assert share > least
+    assert answers[0].bytes_read == N * 32 * bits / 8
+
+
+def test_a_quantised_head_is_judged_by_its_own_rows() -> None:
+    weight, calibration, test = make_head(300, 32, rank=6, calibration=80, test=30)
+    scales = (weight.float().abs().amax(-1, keepdim=True) / 7).half()  # so coarse that other rows are the largest
+    codes = (weight.float() / scales.float()).round().to(torch.int8)
+    head = small_head(weight=QuantisedWeight(codes, scales), corpora={"a": Corpus(calibration, test)})
+    results = measure(head, name="h", methods=["exact, own rows", "int8, torch"], ks=[1], test_queries=20, cold=3)
+    assert [r.method for r in results] == ["exact fp32", "exact bf16", "exact, own rows", "int8, torch"]
+    rows = results[2]
+    assert rows.success == rows.exact_share == 1
+    assert rows.bytes_mean == head.weight.nbytes == 300 * (32 + 2)
+    for r in results:
+        assert r.ms_cold is not None
+        assert r.ms_cold > 0
+        assert r.cold_ratio == pytest.approx(min(one.ms_cold for one in results[:2] if one.ms_cold) / r.ms_cold)
+        assert r.mean_ratio == pytest.approx(min(one.ms_mean for one in results[:2]) / r.ms_mean)
+
+
+def test_a_plain_head_has_no_quantised_rows(made: tuple[Layer, Tensor]) -> None:
+    assert list(suite.RIVALS["exact, own rows"](made[0])) == []

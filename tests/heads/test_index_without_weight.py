@@ -107,7 +107,7 @@ def test_another_weight_is_refused(saved: tuple[AdaptiveSoftmax, Tensor, Path]) 
     with pytest.raises(InputError, match=r"bias: expected float32 of shape \(600,\), .*found none"):
         AdaptiveSoftmax.load(path, weight=weight)
     with pytest.raises(InputError, match=r"weight: expected .* found list"):
-        AdaptiveSoftmax.load(path, weight=weight.tolist(), bias=bias)  # type: ignore[arg-type]
+        AdaptiveSoftmax.load(path, weight=weight.tolist(), bias=bias)
 
 
 def test_a_weight_that_is_missing_or_too_much(saved: tuple[AdaptiveSoftmax, Tensor, Path], tmp_path: Path) -> None:

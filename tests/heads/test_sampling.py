@@ -118,7 +118,8 @@ def bounded(made: AdaptiveSoftmax, x: Tensor, k: int) -> Tensor:
     assert isinstance(fit, CascadeCalibration)
     ends, answered, _ = engine.ends(x, fit)
     exact = x @ made.weight.T
-    return answered & (exact <= ends + 1e-4).all(-1) & (ends > exact + 0.1).any(-1)
+    right: Tensor = answered & (exact <= ends + 1e-4).all(-1) & (ends > exact + 0.1).any(-1)
+    return right
 
 
 @pytest.fixture(scope="module")

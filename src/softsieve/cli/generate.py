@@ -21,10 +21,11 @@ from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
 from softsieve.cli.progress import bar, error_console, plain_console, quiet_hugging_face, table
 from softsieve.errors import InputError
-from softsieve.heads import AdaptiveSoftmax, DriftWarning
+from softsieve.heads import AdaptiveSoftmax, DriftWarning, QuantisedWeight
 from softsieve.integrations import generation, hidden_states
 from softsieve.integrations.adaptive_head import INDEX, accelerate_head
 from softsieve.integrations.generation import Agreement, Choice, Written, figures
+from softsieve.integrations.gguf_file import SUFFIX, read_gguf_weight
 from softsieve.tasks.files import read_lines, read_text
 from softsieve.tasks.hf import no_bar
 from softsieve.training.checkpoint import write_folder
@@ -58,7 +59,7 @@ def _option(panel: str, help: str, **more: Any) -> Any:
 
 
 def generate(
-    model: Annotated[str, _option(_TEXT, "name or folder of a Hugging Face causal language model")],
+    model: Annotated[str, _option(_TEXT, "name or folder of a Hugging Face causal language model, or a .gguf file")],
     prompt: Annotated[list[str] | None, _option(_TEXT, "what to go on from; several")] = None,
     prompts: Annotated[Path | None, _option(_TEXT, "a UTF-8 file of prompts, one a line")] = None,
     tokens: Annotated[int, _option(_TEXT, TOKENS_HELP, min=1)] = 200,
@@ -88,6 +89,10 @@ def generate(
             raise InputError("calibration: expected a text or an index, found both")
         if save is not None and (save.is_file() or (save.is_dir() and any(save.iterdir()))):
             raise InputError(f"{save}: expected a new folder, found {'a file' if save.is_file() else 'one with files'}")
+        if save is not None and Path(model).suffix == SUFFIX:
+            raise InputError(
+                f"save: expected a model of a folder, found {model}, whose rows a new folder would not have"
+            )
         asked = _prompts(prompt or [], prompts)
         for place in filter(None, (save, out)):
             check_writable(place)
@@ -108,6 +113,9 @@ def generate(
         if text is None and index is None and Path(model, INDEX).is_file():
             index = Path(model, INDEX)
         promise: dict[str, Any] = {"eps": eps, "delta": delta, "k": k}
+        rows = read_gguf_weight(Path(model)) if Path(model).suffix == SUFFIX else None
+        if isinstance(rows, QuantisedWeight):
+            promise["weight"] = rows
         writer = _Writer(network, tokenizer, seed, console)
         if index is not None:
             head, source = writer.load_head(index, promise, top_k)

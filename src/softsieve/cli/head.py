@@ -22,7 +22,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @head.command()
 def extract(
-    model: Annotated[str, typer.Option(help="name or folder of a Hugging Face causal language model")],
+    model: Annotated[str, typer.Option(help="name or folder of a Hugging Face causal language model, or .gguf")],
     corpus: Annotated[list[str], typer.Option(help="a UTF-8 file, may be .gz or .xz; NAME=FILE names it; several")],
     out: Annotated[Path, typer.Option(help="the file to write, .safetensors")],
     queries: Annotated[int, typer.Option(min=2, help="hidden states of each text, from its beginning")] = 4000,

@@ -23,11 +23,12 @@ Deltas = Annotated[list[float], typer.Option(help="chance of a wrong answer; sev
 Seed = Annotated[int, typer.Option(min=0, help="of everything that is drawn")]
 Out = Annotated[Path, typer.Option(help="results: this name with .csv, .json, .png and .svg; may be a folder")]
 Stretch = Annotated[int, typer.Option(min=1, help="queries of a method before the next has its turn; 1: cold caches")]
+Cold = Annotated[int, typer.Option(min=0, help="queries asked once more with other things in the caches; 0: none")]
 Threads = Annotated[int | None, typer.Option(min=1, help="that compute; else as many as torch takes")]
 
 
 def head_bench(
-    head: Annotated[Path, typer.Argument(help="safetensors file with the weight: `softsieve head extract` makes one")],
+    head: Annotated[Path, typer.Argument(help="file with the weight: `softsieve head extract` makes one, or .gguf")],
     queries: Annotated[Path | None, typer.Option(help="file with the hidden states; else that of the head")] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="a text whose states are in the file; several; all")] = None,
     method: Methods = None,
@@ -38,6 +39,7 @@ def head_bench(
     test_queries: Annotated[int, typer.Option(min=1, help="states of each text to test with, at most")] = 500,
     pooled: Annotated[bool, typer.Option("--pooled", help="calibrate with the states of all texts together")] = False,
     stretch: Stretch = 25,
+    cold: Cold = 25,
     threads: Threads = None,
     seed: Seed = 0,
     out: Out = Path("head-bench"),
@@ -60,6 +62,7 @@ def head_bench(
             "test_queries": test_queries,
             "pooled": pooled,
             "stretch": stretch,
+            "cold": cold,
             "seed": seed,
         }
         set_threads(threads)
@@ -115,7 +118,8 @@ def say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Seque
 
     console = Console(soft_wrap=True, markup=False, highlight=False)
     table = Table()
-    for name in (first, "k", "method", "setting", "success", "top k right", "bytes", "ms (p20-p80)", "time", "exact"):
+    timed = ("ms (p20-p80)", "mean", "p99", "cold", "time", "in the mean")
+    for name in (first, "k", "method", "setting", "success", "top k right", "bytes", *timed, "exact"):
         table.add_column(name, justify="left" if name in (first, "method", "setting") else "right")
     for number, row in enumerate(rows):
         following = rows[number + 1] if number + 1 < len(rows) else row
@@ -128,14 +132,23 @@ def say(out: Path, rows: Sequence[Mapping[str, Any]], first: str, methods: Seque
             f"{row['topk_right']:.1%}",
             f"{row['bytes_ratio']:.2f}x",
             f"{row['ms']:.2f} ({row['ms_p20']:.2f}-{row['ms_p80']:.2f})",
+            f"{row['ms_mean']:.2f}",
+            f"{row['ms_p99']:.2f}",
+            "" if row["ms_cold"] is None else f"{row['ms_cold']:.2f}",
             f"{row['time_ratio']:.2f}x",
+            f"{row['mean_ratio']:.2f}x",
             f"{row['exact_share']:.0%}",
             end_section=(row[first], row["k"]) != (following[first], following["k"]),
         )
     console.print(table)
-    console.print("bytes: weight in bfloat16 / bytes read; time: faster exact product / time; exact: read everything")
+    console.print(
+        "bytes: weight in bfloat16 / bytes read; time: faster exact product / time, of medians and of means; "
+        "cold: median with other things in the caches; exact: read everything"
+    )
     if any(method.startswith("faiss") for method in methods):
         console.print(head_methods.NOTE)
-    elif missing := sorted(set(head_methods.METHODS) - set(head_methods.available())):
-        console.print(f"not installed: {', '.join(missing)} ({install('rivals')})")
+    absent = set(head_methods.METHODS) - set(head_methods.available()) - set(methods)
+    for word, extra in {"faiss": "rivals", "torchao": "quantised"}.items():
+        if names := sorted(name for name in absent if word in name):
+            console.print(f"not installed: {', '.join(names)} ({install(extra)})")
     console.print(f"written: {', '.join(str(beside(out, suffix)) for suffix in (*SUFFIXES, '.json'))}")

@@ -22,7 +22,7 @@ ALL = "use every row. Otherwise rows 0, 2, 4, ... are for build and rows 1, 3, 5
 
 
 def build(
-    weight: Annotated[Path | None, typer.Argument(help="the weight (n, d): .safetensors or .npy")] = None,
+    weight: Annotated[Path | None, typer.Argument(help="the weight (n, d): .safetensors, .npy or .gguf")] = None,
     queries: Annotated[Path | None, typer.Option(help=QUERIES)] = None,
     out: Annotated[
         Path | None,
@@ -225,7 +225,7 @@ def query(
         if states is None:
             raise InputError(f"{queries}: queries: expected some, found none")
         states = states[:count]
-        whole = loaded.weight.numel() * loaded.weight.element_size()
+        whole = loaded.weight.nbytes
         table = Table(title=f"top {k} with eps {loaded.eps:g}, delta {loaded.delta:g}")
         for column in ("query", "rows", "probabilities", "log Z", "bytes", "ms"):
             table.add_column(column, justify="right")

@@ -6,6 +6,7 @@ To add a method: a line in `RIVALS`, for what is built from the weight alone, or
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -20,6 +21,7 @@ from torch import Tensor
 from softsieve.extras import package
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.heads.coordinates.calibration import needed
+from softsieve.heads.quantised import QuantisedWeight, describe
 
 EF_SEARCH = (32, 128, 512, 2048)
 NPROBE = (1, 8, 32, 128, 512)
@@ -53,7 +55,7 @@ class Point(NamedTuple):
 class Layer(NamedTuple):
     """A head whose inverse temperature is 1."""
 
-    weight: Tensor  # as it is stored, (n, d)
+    weight: Any  # as it is stored, (n, d): a tensor or a `QuantisedWeight`
     full: Tensor  # in float32
     bias: Tensor | None  # in float32, (n,)
 
@@ -80,7 +82,7 @@ def _exact_fp32(layer: Layer) -> Iterator[Point]:
 
 
 def _exact_bf16(layer: Layer) -> Iterator[Point]:
-    weight = layer.weight.bfloat16()
+    weight = layer.full.bfloat16()
 
     def ask(x: Tensor, k: int) -> Answer:
         logits = F.linear(x.bfloat16(), weight).float()
@@ -88,6 +90,70 @@ def _exact_bf16(layer: Layer) -> Iterator[Point]:
         return Answer(indices, probs, weight.nbytes, True)
 
     yield Point("exact bf16", "", ask)
+
+
+def _exact_rows(layer: Layer) -> Iterator[Point]:
+    """The product with the rows of a quantised weight, as they are; nothing for one that is not."""
+    if not isinstance(layer.weight, QuantisedWeight):
+        return
+    head = AdaptiveSoftmax(layer.weight, layer.bias, method="exact")
+
+    def ask(x: Tensor, k: int) -> Answer:
+        answer = head.topk(x, k)
+        return Answer(answer.indices, answer.probs, head.weight.nbytes, True)
+
+    yield Point("exact, own rows", describe(layer.weight), ask)
+
+
+def _dynamic(layer: Layer) -> Iterator[Point]:
+    """torch's dynamic quantisation: weights in 8 bits with a scale a row, and each query in 8 bits, too."""
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # in favour of torchao, which has another product
+        quantisation = import_module("torch.ao.quantization")
+        plan = {torch.nn.Linear: quantisation.per_channel_dynamic_qconfig}
+        module = quantisation.quantize_dynamic(torch.nn.Sequential(_linear(layer)), plan, inplace=True)
+    yield _by_module("int8, torch", "dynamic", module, layer, 1.0, time.perf_counter() - start)
+
+
+def _torchao(method: str, bits: int, layer: Layer) -> Iterator[Point]:
+    """torchao's quantisation of weights alone: 8 bits with a scale a row, or 4 with one for 32 entries."""
+    torchao = package("torchao.quantization", method)
+    start = time.perf_counter()
+    kind = (
+        {
+            "weight_dtype": torch.int4,  # type: ignore[attr-defined]
+            "granularity": torchao.PerGroup(32),
+        }
+        if bits == 4
+        else {}
+    )
+    if bits == 4 and layer.full.shape[1] % 32:
+        return
+    module = _linear(layer).bfloat16()
+    torchao.quantize_(module, torchao.IntxWeightOnlyConfig(**kind) if kind else torchao.Int8WeightOnlyConfig())
+    setting = "a scale a row" if bits == 8 else "groups of 32"
+    yield _by_module(method, setting, module, layer, bits / 8, time.perf_counter() - start)
+
+
+def _linear(layer: Layer) -> torch.nn.Linear:
+    module = torch.nn.Linear(layer.full.shape[1], len(layer.full), bias=False, device="meta")
+    module.weight = torch.nn.Parameter(layer.full, requires_grad=False)
+    return module
+
+
+def _by_module(method: str, setting: str, module: Any, layer: Layer, size: float, taken: float) -> Point:
+    """A point that asks a module for all logits but their bias; ``size``: bytes of an entry, besides scales."""
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    read = size * layer.full.numel()
+
+    @torch.no_grad()
+    def ask(x: Tensor, k: int) -> Answer:
+        logits = module(x[None].to(dtype))[0].float()
+        probs, indices = (logits if layer.bias is None else logits + layer.bias).softmax(-1).topk(k)
+        return Answer(indices, probs, read)
+
+    return Point(method, setting, ask, taken, read / 1e6)
 
 
 def _preview(layer: Layer, method: str = "SVD preview", moment: Tensor | None = None) -> Iterator[Point]:
@@ -253,6 +319,10 @@ EXACT = ("exact fp32", "exact bf16")  # always measured, as ratios are to them
 RIVALS: dict[str, Callable[[Layer], Iterator[Point]]] = {
     "exact fp32": _exact_fp32,
     "exact bf16": _exact_bf16,
+    "exact, own rows": _exact_rows,
+    "int8, torch": _dynamic,
+    "int8, torchao": partial(_torchao, "int8, torchao", 8),
+    "int4, torchao": partial(_torchao, "int4, torchao", 4),
     "SVD preview": _preview,
     "faiss flat": partial(_faiss, "faiss flat", _flat),
     "faiss HNSW": partial(_faiss, "faiss HNSW", _hnsw),
@@ -270,7 +340,8 @@ METHODS = (*RIVALS, *FITTED)
 
 def available() -> list[str]:
     """The methods whose packages are installed."""
-    return [name for name in METHODS if not name.startswith("faiss") or find_spec("faiss") is not None]
+    needed_by = {name: module for name in METHODS for module in ("faiss", "torchao") if module in name}
+    return [name for name in METHODS if name not in needed_by or find_spec(needed_by[name]) is not None]
 
 
 def spread(rows: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.head_methods import EXACT, FITTED, METHODS, RIVALS, Layer, Plan, Point, spread
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
+from softsieve.heads.quantised import Weight
 from softsieve.reference.answers import float64_rounding, right_parts
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 DELTAS = (0.01, 0.1, 0.03)  # a smaller one takes more sample queries than most files have
 _AT_A_TIME = 50  # queries whose logits are in float64 at a time
 _ROWS = 1 << 14  # of the weight that are in float64 at a time
+_CACHES = 1 << 27  # bytes, more than any cache of the machine has
 
 
 class Result(NamedTuple):
@@ -46,15 +49,21 @@ class Result(NamedTuple):
     ms: float
     ms_p20: float
     ms_p80: float
+    ms_mean: float
+    ms_p99: float
     time_ratio: float  # ms of the faster exact product / ms
+    mean_ratio: float  # the same of means
     exact_share: float  # of the queries for which everything was read
     build_s: float
     index_mb: float  # that are kept beside the weight
+    ms_cold: float | None  # the median after what is in caches has been replaced, None if that was not asked for
+    cold_ratio: float | None  # that of the faster exact product / ms_cold
 
 
-def exact_logits(weight: Tensor, bias: Tensor | None, queries: Tensor, *, beta: float = 1.0) -> Tensor:
+def exact_logits(weight: Weight, bias: Tensor | None, queries: Tensor, *, beta: float = 1.0) -> Tensor:
     """``beta * (queries @ weight.T + bias)`` in float64, some rows of the weight at a time to save memory."""
-    logits = torch.cat([queries.double() @ part.double().T for part in torch.split(weight, _ROWS)], 1)
+    parts = (weight[start : start + _ROWS].double() for start in range(0, len(weight), _ROWS))
+    logits = torch.cat([queries.double() @ part.T for part in parts], 1)
     return beta * (logits if bias is None else logits + bias.double())
 
 
@@ -136,6 +145,25 @@ def _take_turns(
     return tallies
 
 
+def _time_cold(
+    points: Sequence[Point], queries: Tensor, k: int, seed: int, progress: Callable[[], object]
+) -> list[list[float]]:
+    """Milliseconds of each point for each query, with nothing of it in a cache, in random order."""
+    other = torch.zeros(_CACHES, dtype=torch.uint8)
+    times: list[list[float]] = [[] for _ in points]
+    turns = list(zip(points, times, strict=True))
+    order = random.Random(seed)
+    for x in queries:
+        order.shuffle(turns)
+        for point, taken in turns:
+            other.add_(1)
+            start = time.perf_counter()
+            point.ask(x, k)
+            taken.append((time.perf_counter() - start) * 1e3)
+        progress()
+    return times
+
+
 def measure(
     head: Head,
     *,
@@ -149,6 +177,7 @@ def measure(
     test_queries: int = 500,
     pooled: bool = False,
     stretch: int = 25,
+    cold: int = 0,
     seed: int = 0,
     exact: Sequence[str] = EXACT,
     progress: ProgressCallback = no_progress,
@@ -166,6 +195,7 @@ def measure(
         calibration, test_queries: hidden states of each text, at most, spread evenly over its two parts.
         pooled: fit methods to the states of all texts together instead of to those of each.
         stretch: queries that a method answers before it is the next one's turn; with 1 no cache is warm.
+        cold: queries that are asked once more, each after all that is in caches was replaced.
         seed: of everything that is drawn.
         exact: the exact products to compare with, of `EXACT`; that in bf16 is a crash on a few machines.
 
@@ -202,7 +232,8 @@ def measure(
         for k in ks:
             step = partial(progress, f"{corpus}, top {k}", 1 / (len(queries) * len(ks) * len(names)))
             tallies = _take_turns(points, truth, k, step, seed, stretch)
-            results += _results(points, tallies, (name, corpus), k, eps, layer.weight.numel())
+            times = _time_cold(points, queries[:cold], k, seed, partial(progress, f"{corpus}, top {k}, cold", 0))
+            results += _results(points, tallies, times, (name, corpus), k, eps, layer.weight.numel())
     return results
 
 
@@ -232,13 +263,24 @@ def _check(
 
 
 def _results(
-    points: Sequence[Point], tallies: Sequence[_Tally], names: tuple[str, str], k: int, eps: float, size: int
+    points: Sequence[Point],
+    tallies: Sequence[_Tally],
+    cold: Sequence[Sequence[float]],
+    names: tuple[str, str],
+    k: int,
+    eps: float,
+    size: int,
 ) -> list[Result]:
-    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    shares = torch.tensor([0.2, 0.5, 0.8, 0.99], dtype=torch.float64)
     times = [torch.tensor(tally.ms, dtype=torch.float64).quantile(shares).tolist() for tally in tallies]
-    base = min(ms for point, (_, ms, _) in zip(points, times, strict=True) if point.method in EXACT)
+    means = [sum(tally.ms) / len(tally.ms) for tally in tallies]
+    medians = [median(one) if one else None for one in cold]
+    exact = [number for number, point in enumerate(points) if point.method in EXACT]
+    base, base_mean = min(times[number][1] for number in exact), min(means[number] for number in exact)
+    base_cold = min((value for number in exact if (value := medians[number]) is not None), default=0.0)
     results = []
-    for point, tally, (low, ms, high) in zip(points, tallies, times, strict=True):
+    rows = zip(points, tallies, times, means, medians, strict=True)
+    for point, tally, (low, ms, high, slowest), mean, ms_cold in rows:
         count, read = len(tally.ms), sum(tally.bytes_read) / len(tally.ms)
         results.append(
             Result(
@@ -256,10 +298,15 @@ def _results(
                 ms=ms,
                 ms_p20=low,
                 ms_p80=high,
+                ms_mean=mean,
+                ms_p99=slowest,
                 time_ratio=base / ms,
+                mean_ratio=base_mean / mean,
                 exact_share=sum(tally.exact) / count,
                 build_s=point.build_s,
                 index_mb=point.index_mb,
+                ms_cold=ms_cold,
+                cold_ratio=None if ms_cold is None else base_cold / ms_cold,
             )
         )
     return results

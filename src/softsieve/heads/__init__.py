@@ -3,6 +3,7 @@
 from softsieve.heads.adaptive import AdaptiveSoftmax
 from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, GpuCascadeCalibration
 from softsieve.heads.coordinates.calibration import Calibration
+from softsieve.heads.quantised import QuantisedWeight
 from softsieve.heads.results import Above, Coverage, LogPartition, TopK
 from softsieve.heads.watching import WeightChanged
 
@@ -15,6 +16,7 @@ __all__ = [
     "DriftWarning",
     "GpuCascadeCalibration",
     "LogPartition",
+    "QuantisedWeight",
     "TopK",
     "WeightChanged",
 ]

@@ -14,6 +14,7 @@ from softsieve.heads.engines import check_cascade, engine_for
 from softsieve.heads.exact import Exact
 from softsieve.heads.fitted import Fitted
 from softsieve.heads.modes import in_own_modes
+from softsieve.heads.quantised import QuantisedWeight, Weight
 from softsieve.heads.results import Above, Coverage, LogPartition, TopK
 from softsieve.heads.sampling import draw, draw_rows
 
@@ -38,7 +39,8 @@ class AdaptiveSoftmax(Fitted):
     inference mode and with any default dtype. A head can be copied and pickled.
 
     Args:
-        weight: kept as it is, without a copy. (n, d).
+        weight: kept as it is, without a copy. (n, d). A `QuantisedWeight` is read row by row as it is, too: what is
+            promised is about the product with its dequantised rows, for ``"exact"`` and the cascade on a CPU.
         bias: (n,).
         eps, delta: what is guaranteed, both in (0, 1).
         beta: inverse temperature.
@@ -73,7 +75,7 @@ class AdaptiveSoftmax(Fitted):
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         eps: float = 0.3,
@@ -87,7 +89,8 @@ class AdaptiveSoftmax(Fitted):
         seed: int = 0,
     ) -> None:
         options = _checked(weight, bias, Options(beta, method, guarantee, noise, read_chosen, rotate, seed))
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight: Any = weight.detach()  # a tensor or a `QuantisedWeight`
+        self.bias = None if bias is None else bias.detach()
         self.eps, self.delta = _checks.open_unit("eps", eps), _checks.open_unit("delta", delta)
         self.beta, self.method, self.guarantee, self.noise, self.read_chosen, self.rotate, self.seed = options
         self._device_type = weight.device.type
@@ -180,6 +183,16 @@ class AdaptiveSoftmax(Fitted):
         if fallbacks:
             logits[fallbacks] = self._layer.logits(queries[fallbacks])
         return in_range(logits).reshape(*x.shape[:-1], -1)
+
+    @in_own_modes
+    def exact_logits(self, x: Tensor) -> Tensor:
+        """All logits by the exact product, (..., n), whatever the method is.
+
+        Example:
+            >>> AdaptiveSoftmax(torch.eye(2), beta=2.0).exact_logits(torch.tensor([1.0, 3.0]))
+            tensor([2., 6.])
+        """
+        return in_range(self._layer.logits(self._queries(x))).reshape(*x.shape[:-1], -1)
 
     @in_own_modes
     def above(self, x: Tensor, threshold: float = 0.0) -> Above:
@@ -304,14 +317,22 @@ class AdaptiveSoftmax(Fitted):
         return Coverage(len(fine), float(fine.double().mean()), read, float(answer.exact.double().mean()))
 
 
-def _checked(weight: Tensor, bias: Tensor | None, options: Options) -> Options:
+def _checked(weight: Weight, bias: Tensor | None, options: Options) -> Options:
     """Refuse arguments that do not go together.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was found.
     """
     beta, method, guarantee, noise, read_chosen, rotate, seed = options
-    _checks.matrix("weight", weight)
+    if isinstance(weight, QuantisedWeight):
+        if method == "coordinates":
+            raise ValueError(
+                "method: expected 'auto', 'exact' or 'cascade' for a quantised weight, found 'coordinates'"
+            )
+    elif type(weight).__module__.startswith("torchao"):  # some of which fail in their own ways
+        raise TypeError(f"weight: expected a tensor or a QuantisedWeight, found torchao's {type(weight).__name__}")
+    else:
+        _checks.matrix("weight", weight)
     if bias is not None:
         _checks.vector("bias", bias, weight)
     _checks.choice("method", method, METHODS)

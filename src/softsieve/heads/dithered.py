@@ -36,6 +36,7 @@ from torch import Tensor
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits
 from softsieve.heads.engine import Answer, Engine, Layer, Promise
+from softsieve.heads.quantised import Weight
 from softsieve.heads.reader import Reader
 from softsieve.heads.watching import Sample
 from softsieve.kernels import dithered_numba as kernels
@@ -73,7 +74,7 @@ def empty(n: int, d: int, dtype: torch.dtype) -> Index:
     )
 
 
-def build(weight: Tensor, seed: int) -> Index:
+def build(weight: Weight, seed: int) -> Index:
     """Code the rows, a block at a time, in float64."""
     reader, generator = Reader(weight), torch.Generator().manual_seed(seed)
     index = empty(reader.rows, reader.size, reader.dtype)
@@ -81,7 +82,8 @@ def build(weight: Tensor, seed: int) -> Index:
     index.signs.copy_(torch.randint(2, index.signs.shape, generator=generator) * 2 - 1)
     factors = _factors(index)
     index.dither.copy_(torch.rand(index.dither.shape, generator=generator, dtype=torch.float64) - 0.5)
-    for number, rows in enumerate(torch.split(weight, BLOCK)):
+    for number in range(-(-len(weight) // BLOCK)):
+        rows = weight[number * BLOCK : (number + 1) * BLOCK]
         turned = (rows.double() - index.centre).contiguous()
         # Two overlapping Hadamard transforms, because `hadamard.rotate` fills rows up to a power of two, nearly twice
         # the bytes for 576 coordinates, and a dense orthogonal matrix would have to be read for every query.
@@ -137,7 +139,7 @@ def half_widths(n: int, d: int, delta: float) -> tuple[float, float]:
 class Codes:
     """Dithered codes of a weight on the CPU (n, d), which take a byte for each entry; ``seed`` is that of all draws."""
 
-    def __init__(self, weight: Tensor, *, seed: int = 0) -> None:
+    def __init__(self, weight: Weight, *, seed: int = 0) -> None:
         self.weight, self.index = weight.detach(), build(weight.detach(), seed)
         self._weight, self._factors = raw_bits(self.weight), _factors(self.index)
         self._centre, _, self._dither, self._scale, self._coarse, self._fine = (value.numpy() for value in self.index)
@@ -260,7 +262,7 @@ class Known:
         self.low[rows] = self.high[rows] = logits
         self.tier[rows] = EXACT
         self.coordinates += rows.size * self.x.size
-        self.bytes_read += rows.size * self.x.size * self.codes._weight.itemsize
+        self.bytes_read += rows.size * (self.codes.weight.nbytes // len(self.codes.weight))
 
 
 def _answer(known: Known, k: int, eps: float) -> tuple[Array, ...]:

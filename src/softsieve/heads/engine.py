@@ -15,6 +15,7 @@ from softsieve import _checks
 from softsieve._progress import ProgressCallback
 from softsieve.heads.above import AT_ONCE, RowsAbove
 from softsieve.heads.cascade.basis import Moments
+from softsieve.heads.quantised import Weight
 from softsieve.heads.reader import Reader
 from softsieve.heads.watching import Watch
 
@@ -43,10 +44,11 @@ class Promise(NamedTuple):
 class Layer:
     """The layer that engines answer for. Its logits are ``beta * (weight @ x + bias)``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, options: Options = Options()) -> None:  # noqa: B008
-        self.weight, self.bias, self.options, self.beta = weight, bias, options, options.beta
+    def __init__(self, weight: Weight, bias: Tensor | None = None, options: Options = Options()) -> None:  # noqa: B008
+        self.weight: Any = weight
+        self.bias, self.options, self.beta = bias, options, options.beta
         self.reader, self.watch = Reader(weight), Watch(weight, bias)
-        self.bytes = weight.numel() * weight.element_size()
+        self.bytes = weight.nbytes
 
     def scaled(self, x: Tensor, name: str | None = None) -> Tensor:
         """Queries (..., d) times beta in the dtype that is computed with, (batch, d); finite ones if a name is given.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from softsieve.heads.cascade.cpu import CpuCascade
 from softsieve.heads.cascade.gpu import GpuCascade, reason_against
 from softsieve.heads.coordinates import Coordinates
 from softsieve.heads.engine import Engine, Options
 from softsieve.heads.exact import Exact
+from softsieve.heads.quantised import QuantisedWeight, Weight
 
 
-def engine_for(options: Options, weight: Tensor) -> type[Engine]:
+def engine_for(options: Options, weight: Weight) -> type[Engine]:
     """The class of the engine for checked options."""
     if options.method == "coordinates":
         return Coordinates
@@ -24,7 +23,7 @@ def engine_for(options: Options, weight: Tensor) -> type[Engine]:
     return CpuCascade if weight.is_cpu else GpuCascade
 
 
-def check_cascade(what: str, options: Options, weight: Tensor) -> None:
+def check_cascade(what: str, options: Options, weight: Weight) -> None:
     """Refuse options and a weight for which there is no calibrated cascade.
 
     Raises:
@@ -40,6 +39,10 @@ def check_cascade(what: str, options: Options, weight: Tensor) -> None:
         raise ValueError(f"method: no cascade here: {reason}")
 
 
-def reason_against_cascade(weight: Tensor) -> str | None:
+def reason_against_cascade(weight: Weight) -> str | None:
     """Why there can be no cascade for a weight; None when there can be one."""
-    return None if weight.is_cpu else reason_against(weight)
+    if weight.is_cpu:
+        return None
+    return (
+        "a quantised weight has one on a CPU alone" if isinstance(weight, QuantisedWeight) else reason_against(weight)
+    )

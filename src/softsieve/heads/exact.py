@@ -34,6 +34,6 @@ class Exact(Engine):
             log_z,
             log_z[:, None].expand(-1, 2),
             entries,
-            entries * self.layer.reader.row_bytes,
+            torch.full_like(entries, self.layer.bytes),
             torch.ones_like(entries, dtype=torch.bool),
         )

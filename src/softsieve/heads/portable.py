@@ -15,6 +15,7 @@ from softsieve.heads import weightless
 from softsieve.heads.engine import Engine, Layer, Options, Promise, State
 from softsieve.heads.engines import check_cascade
 from softsieve.heads.modes import in_own_modes, ordinary, own_modes
+from softsieve.heads.quantised import QuantisedWeight, Weight, from_tensors, to_tensors
 
 Head = TypeVar("Head", bound="Portable")
 SETTINGS = ("eps", "delta", *Options._fields)
@@ -24,7 +25,7 @@ class Portable:
     """What `AdaptiveSoftmax` is made of, as tensors and settings."""
 
     if TYPE_CHECKING:
-        weight: Tensor
+        weight: Any
         bias: Tensor | None
         _device_type: str
         _engine: Engine | None
@@ -85,7 +86,7 @@ class Portable:
 
     @classmethod
     def load(
-        cls: type[Head], path: str | os.PathLike[str], *, weight: Tensor | None = None, bias: Tensor | None = None
+        cls: type[Head], path: str | os.PathLike[str], *, weight: Weight | None = None, bias: Tensor | None = None
     ) -> Head:
         """Read what `save` wrote. Executes nothing.
 
@@ -109,7 +110,7 @@ class Portable:
 
         file = _file(path)
         try:
-            with own_modes(weight.device.type if isinstance(weight, Tensor) else "cpu"):
+            with own_modes(weight.device.type if isinstance(weight, Tensor | QuantisedWeight) else "cpu"):
                 tensors, settings = index_file.read(file)
                 weightless.add_weight(Path(path), tensors, settings, weight, bias)
                 head = cls._from_state(State(tensors, settings))
@@ -127,7 +128,7 @@ class Portable:
         Raises:
             WeightChanged: when what was fitted to the weight was fitted to another one, if that is to be checked.
         """
-        engine, tensors = self._engine, {"weight": self.weight}
+        engine, tensors = self._engine, to_tensors(self.weight)
         if self.bias is not None:
             tensors["bias"] = self.bias.clone()  # it may be a part of the weight, which files cannot say
         settings: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
@@ -143,7 +144,7 @@ class Portable:
         """The head of what `_state` gave, whose dictionaries are used up."""
         tensors, settings, _ = state
         options = {name: settings.pop(name) for name in SETTINGS}
-        head = cls(tensors.pop("weight"), tensors.pop("bias", None), **options)  # type: ignore[call-arg]
+        head = cls(from_tensors(tensors), tensors.pop("bias", None), **options)  # type: ignore[call-arg]
         fits = {**settings["calibrations"], **settings.get("elsewhere", {})}
         if "index.centre" in tensors:
             check_cascade("index", head._layer.options, head.weight)
@@ -170,7 +171,7 @@ class Portable:
     def from_copy(cls: type[Head], state: dict[str, Any]) -> Head:
         """A head from what `__getstate__` gave. The copy of one that refuses its weight refuses it, too."""
         tensors, settings, fitted_to = State(**state)
-        with own_modes(tensors["weight"].device.type):
+        with own_modes(next(iter(tensors.values())).device.type):
             return cls._from_state(State(ordinary(tensors), dict(settings), fitted_to))
 
 

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from softsieve.heads.quantised import QuantisedWeight, Weight
+
 LANES = 8  # parts that a column is cut into, so that several threads can add up one query
 CHUNK = 1 << 22  # entries gathered at a time
+FEW = 16  # queries for which dequantising rows of a weight once for each takes less time than once for all, in torch
 
 
 class Reader:
     """A matrix (n, d) that can be read by columns and by rows.
 
-    Rows stay where the caller has them. The copy by columns, in which a coordinate of all rows is one contiguous read,
-    is made when it is first used, in float32 (float64 for a float64 weight).
+    Rows stay where the caller has them, quantised ones quantised. The copy by columns, in which a coordinate of all
+    rows is one contiguous read, is made when it is first used, in float32 (float64 for a float64 weight); a quantised
+    matrix is not read so.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Weight) -> None:
+        self.weight: Any = weight
         self.rows, self.size = weight.shape
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
 
     def parts(self) -> Iterator[Tensor]:
         """The rows, some at a time, in the dtype that is computed with."""
-        for part in torch.split(self.weight, max(1, CHUNK // self.size)):
-            yield part.to(self.dtype)
+        step = max(1, CHUNK // self.size)
+        for start in range(0, self.rows, step):
+            yield self.weight[start : start + step].to(self.dtype)
 
     @cached_property
     def centre(self) -> Tensor:
@@ -52,7 +58,8 @@ class Reader:
 
     @property
     def row_bytes(self) -> int:
-        return self.weight.dtype.itemsize
+        size: int = self.weight.dtype.itemsize
+        return size
 
     def columns(self, index: Tensor, factor: Tensor) -> Tensor:
         """``sum over m of factor_m (A - centre)[:, index_m]`` for every query: (batch, m) twice to (batch, n)."""
@@ -78,6 +85,9 @@ class Reader:
 
     def full(self, x: Tensor) -> Tensor:
         """The exact product with all rows: (batch, d) to (batch, n)."""
+        if isinstance(self.weight, QuantisedWeight):
+            few = self.weight.is_cpu and len(x) <= FEW
+            return _quantised_product(self.weight, x) if few else torch.cat([x @ part.T for part in self.parts()], -1)
         if self.weight.dtype == self.dtype:
             return F.linear(x, self.weight)
         if self.weight.is_cuda:
@@ -115,3 +125,16 @@ class Reader:
         step = max(1, CHUNK // max(1, size))
         for start in range(0, max(1, count), step):
             yield slice(start, start + step)
+
+
+def _quantised_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
+    """The exact product of some queries (batch, d) with all rows, which are dequantised number by number."""
+    from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits  # these need numba
+    from softsieve.kernels.rows_numba import exact_rows
+
+    out = torch.empty(len(x), len(weight), dtype=x.dtype)
+    arrays, every, none = raw_bits(weight), torch.arange(len(weight)).int().numpy(), x.new_zeros(0).numpy()
+    with one_at_a_time():
+        for query, logits in zip(x.contiguous().numpy(), out.numpy(), strict=True):
+            exact_rows(arrays, query, every, none, logits)
+    return out

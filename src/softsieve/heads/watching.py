@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from softsieve.heads.quantised import Weight
+
 SAMPLED = 64  # rows that a `Sample` compares
 CHUNK = 1 << 22  # entries of a weight that are worked on at a time
 
@@ -35,8 +37,8 @@ class Watch:
         False
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._tensors = [value for value in (weight, bias) if value is not None]
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self._tensors = [*_row_parts(weight), *([] if bias is None else [bias])]
         self._counted = [value for value in self._tensors if not value.is_inference()]
         self._steps = 0
         with _LOCK:
@@ -79,33 +81,46 @@ def _place(value: Tensor) -> int:
 class Sample:
     """Some rows of a weight as they were, to compare with what they are."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Weight) -> None:
         mixed = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
         self._weight, self._rows = weight, mixed[:SAMPLED].to(weight.device)
-        self._before = weight[self._rows]
+        self._before = _row_parts(weight[self._rows])
 
     def unchanged(self) -> bool:
-        return torch.equal(self._weight[self._rows], self._before)
+        return all(map(torch.equal, _row_parts(self._weight[self._rows]), self._before))
 
 
-def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A number for the bits of every row: their sum with random odd factors, modulo 2^64."""
+def _row_parts(weight: Weight) -> list[Tensor]:
+    """The tensors that have a row for each row of a weight."""
+    return [weight] if isinstance(weight, Tensor) else weight.row_parts
+
+
+def checksums(weight: Weight, bias: Tensor | None) -> Tensor:
+    """A number for the bits of every row: their sum with random odd factors, modulo 2^64.
+
+    Of a quantised weight they are the bits of codes, scales and minimums, and of what codes stand for.
+    """
+    parts, shared = _row_parts(weight), None if isinstance(weight, Tensor) else weight.levels
+    width = sum(part.shape[1] for part in parts)
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (weight.shape[1] + 1,), generator=generator) * 2 + 1
+    count = width + 1 + (0 if shared is None else len(shared))
+    factors = torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
     factors = factors.to(weight.device)
-    sums = torch.empty(len(weight), dtype=torch.int64, device=weight.device)
+    sums = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
     step = max(1, CHUNK // weight.shape[1])
     for start in range(0, len(weight), step):
-        some = slice(start, start + step)
-        sums[some] = (_bits(weight[some]) * factors[:-1]).sum(-1)
+        some, first = slice(start, start + step), 0
+        for part in parts:
+            sums[some] += (_bits(part[some]) * factors[first : first + part.shape[1]]).sum(-1)
+            first += part.shape[1]
         if bias is not None:
-            sums[some] += _bits(bias[some]) * factors[-1]
-    return sums
+            sums[some] += _bits(bias[some]) * factors[width]
+    return sums if shared is None else sums + (_bits(shared) * factors[width + 1 :]).sum()
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits of floating-point numbers, as whole numbers."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """The bits of numbers, as whole numbers."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.view(kinds[values.element_size()]).to(torch.int64)
 
 
@@ -113,12 +128,12 @@ class WeightChanged(RuntimeError):  # noqa: N818
     """Raised when the weight changed after something was fitted to it."""
 
 
-def changed_rows(weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
+def changed_rows(weight: Weight, bias: Tensor | None, before: Tensor) -> Tensor:
     """Rows whose bits are not those of the checksums."""
     return (checksums(weight, bias) != before).nonzero()[:, 0]
 
 
-def refuse_changes(weight: Tensor, bias: Tensor | None, before: Tensor, advice: str) -> None:
+def refuse_changes(weight: Weight, bias: Tensor | None, before: Tensor, advice: str) -> None:
     """Compare the bits of all rows with their checksums.
 
     Raises:

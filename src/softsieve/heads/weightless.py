@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from softsieve.errors import InputError
+from softsieve.heads.quantised import QuantisedWeight, Weight, describe, from_tensors, to_tensors
 from softsieve.heads.watching import checksums
 
 NOTE = "left out"  # the name in the settings, as files have it
@@ -16,14 +17,14 @@ CHECKSUMS = "checksums"  # among the tensors, when there is no index that has th
 
 def remove_weight(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     """Take the weight and the bias out of what a head saves."""
-    weight, bias = tensors.pop("weight"), tensors.pop("bias", None)
+    weight, bias = from_tensors(tensors), tensors.pop("bias", None)
     settings[NOTE] = {"weight": _describe(weight), "bias": _describe(bias)}
     if "index.checksums" not in tensors:
         tensors[CHECKSUMS] = checksums(weight, bias)
 
 
 def add_weight(
-    path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], weight: Tensor | None, bias: Tensor | None
+    path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], weight: Weight | None, bias: Tensor | None
 ) -> None:
     """Give what was read from a file the weight and the bias that it was saved without.
 
@@ -52,10 +53,10 @@ def add_weight(
         raise InputError(
             f"weight: expected the one that {path} was made of, found another: {different} of {len(weight)} rows differ"
         )
-    tensors |= {name: value for name, value in parameters.items() if value is not None}
+    tensors |= to_tensors(weight) | ({} if bias is None else {"bias": bias})
 
 
 def _describe(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return "none" if value is None else type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    if isinstance(value, Tensor | QuantisedWeight):
+        return describe(value)
+    return "none" if value is None else type(value).__name__

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from softsieve import _checks
 from softsieve._progress import ProgressCallback, no_progress
 from softsieve.errors import InputError
-from softsieve.heads import AdaptiveSoftmax, WeightChanged
+from softsieve.heads import AdaptiveSoftmax, QuantisedWeight, WeightChanged
+from softsieve.heads.quantised import Weight
 from softsieve.integrations.hidden_states import (
     after_layer,
     check_size,
@@ -30,7 +31,8 @@ from softsieve.integrations.hidden_states import (
     tokens_of,
     windows,
 )
-from softsieve.integrations.plain_layer import check_linear, plain_layer
+from softsieve.integrations.plain_layer import check_linear
+from softsieve.integrations.quantised_layer import check_same, readable_layer
 from softsieve.tasks.files import read_text
 
 INDEX = "adaptive_head.safetensors"  # in the folder of a model
@@ -45,6 +47,9 @@ class AdaptiveHead(nn.Linear):
     be among the largest, estimated elsewhere. Names of parameters stay what they were, so tied weights stay tied and
     what is saved can be loaded by anyone. Logits have the dtype that the replaced layer would give them, also under
     autocast; estimates are made in the head's own dtypes, and exact products follow autocast.
+
+    Where what answers has a quantised weight, a new token's exact product is with its rows; prompts and gradients take
+    the layer's own product.
 
     It counts for one thread: a model that several threads call at once counts wrongly, and answers rightly.
 
@@ -66,6 +71,7 @@ class AdaptiveHead(nn.Linear):
         self._exactly: int | Tensor = 0  # tensors on a GPU, which nobody waits for until they are asked for
         self._bytes_read: int | Tensor = 0
         self._layer: tuple[nn.Module] = (layer,)  # in a tuple, it is no part of the model
+        self._place = _place(self.weight)
 
     @property
     def replaced(self) -> nn.Module:
@@ -101,6 +107,9 @@ class AdaptiveHead(nn.Linear):
         return logits.view(*hidden.shape[:-1], -1)
 
     def _exact(self, hidden: Tensor, tokens: int) -> Tensor:
+        if isinstance(self.head.weight, QuantisedWeight):
+            self._bytes_read, self._exactly = self._bytes_read + self.head.weight.nbytes, self._exactly + tokens
+            return self.head.exact_logits(hidden).div_(self.head.beta).to(_dtype_of_product(hidden))
         parts = (value for value in (self.weight, self.bias) if value is not None)
         whole = sum(value.numel() * value.element_size() for value in parts)
         self._bytes_read, self._exactly = self._bytes_read + whole, self._exactly + tokens
@@ -108,7 +117,7 @@ class AdaptiveHead(nn.Linear):
 
     def _check(self) -> None:
         """Refuse a parameter that has been given other memory, as ``model.to`` and ``model.half`` do."""
-        if self._parameters["weight"].data_ptr() != self.head.weight.data_ptr():  # type: ignore[union-attr]
+        if _place(self._parameters["weight"]) != self._place:
             raise WeightChanged(
                 "weight: not where it was when the index was built, as after model.to or model.half: "
                 "call restore_head, and accelerate_head again"
@@ -130,19 +139,28 @@ class AdaptiveHead(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = self.head.__getstate__()
-        for name in ("weight", "bias"):
+        for name in ("weight", "bias"):  # a quantised weight is no parameter, and has other names
             kept["tensors"].pop(name, None)
         return {**self.__dict__, "head": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state["head"]
         super().__setstate__({name: value for name, value in state.items() if name != "head"})  # type: ignore[no-untyped-call]
-        own = {"weight": self.weight, "bias": self.bias}
+        quantised = any(name.startswith("weight.") for name in kept["tensors"])
+        own = {"bias": self.bias} if quantised else {"weight": self.weight, "bias": self.bias}
         tensors = {name: value.detach() for name, value in own.items() if value is not None}
         self.head = AdaptiveSoftmax.from_copy({**kept, "tensors": kept["tensors"] | tensors})
+        self._place = _place(self.weight)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.head!r}"
+
+
+def _place(weight: Any) -> tuple[int, ...]:
+    """Where the numbers of a parameter are, or those of the tensors that it is made of."""
+    if type(weight) in (Tensor, nn.Parameter):
+        return (weight.data_ptr(),)
+    return tuple(getattr(weight, name).data_ptr() for name in weight.__tensor_flatten__()[0])
 
 
 def _dtype_of_product(hidden: Tensor) -> torch.dtype:
@@ -234,6 +252,7 @@ def accelerate_head(
     delta: float | None = None,
     k: int | Sequence[int] | None = None,
     index: str | os.PathLike[str] | None = None,
+    weight: QuantisedWeight | None = None,
     generator: torch.Generator | None = None,
     progress: ProgressCallback = no_progress,
 ) -> AdaptiveHead:
@@ -245,6 +264,9 @@ def accelerate_head(
     From now on ``model.save_pretrained`` also writes the index, to ``adaptive_head.safetensors``. A model that is
     loaded from such a folder needs no queries any more: ``accelerate_head(model)``.
 
+    The weight may be quantised by torchao to 8 or 4 bits, on a CPU: then the exact logits are those of its rows. A
+    model that was loaded from a GGUF file has a weight in floating point; ``weight`` brings the rows of the file.
+
     Args:
         model: a Hugging Face causal language model, on a CPU or a GPU.
         queries: hidden states that its output layer gets, (N, d); `collect_queries` makes them from a text. None: the
@@ -253,6 +275,7 @@ def accelerate_head(
         delta: chance of a wrong answer; 0.01 unless given.
         k: how many of the largest logits are to be exact; several: the largest; 1 unless given.
         index: where the index is, a file or a folder; None: the folder that the model came from.
+        weight: a quantised weight that the model's own was made of, as `read_gguf_weight` reads it: its rows are read.
         generator: of what is drawn in the calibration.
         progress: told how far it is.
 
@@ -260,12 +283,12 @@ def accelerate_head(
         The layer that the model has now. The model is left as it was if anything goes wrong.
 
     Raises:
-        InputError: for a model without output embeddings of floating-point numbers that can be read row by row, or one
-            that has such a head; when there are neither queries nor an index, or the index is another model's or made
-            for another eps, delta or k.
+        InputError: for a model without output embeddings that can be read row by row, or one that has such a head; for
+            a weight that the model was not made of; when there are neither queries nor an index, or the index is
+            another model's or made for another eps, delta or k.
         TypeError, ValueError: as `AdaptiveSoftmax` and its ``calibrate`` do.
     """
-    layer = plain_layer(model)
+    layer, rows = readable_layer(model)
     if isinstance(layer, AdaptiveHead):
         raise InputError(
             "model: expected one with its own output layer, found an adaptive head: call restore_head first"
@@ -278,7 +301,10 @@ def accelerate_head(
     with torch.no_grad():
         beta, _ = after_layer(model, layer, probe)
     bias = getattr(layer, "bias", None)
-    own = layer.weight.detach(), None if bias is None else bias.detach()
+    if weight is not None:
+        check_same(weight, layer.weight.detach())
+        rows = weight
+    own = rows, None if bias is None else bias.detach()
     if path is not None:
         head = _read(path, *own, beta, eps, delta, k)
     else:
@@ -344,7 +370,7 @@ def _find_index(model: Any, index: str | os.PathLike[str] | None) -> Path:
 
 def _read(
     path: Path,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     beta: float,
     eps: float | None,

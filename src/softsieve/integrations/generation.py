@@ -220,6 +220,8 @@ def figures(runs: Sequence[Written]) -> Figures:
 def weight_bytes(layer: Any) -> int:
     """What the exact product reads for a token."""
     parts = [layer.weight, getattr(layer, "bias", None)]
+    if hasattr(layer.weight, "__tensor_flatten__"):  # made of others, as quantised ones are
+        parts[:1] = [getattr(layer.weight, name) for name in layer.weight.__tensor_flatten__()[0]]
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from softsieve import __version__, _digests
 from softsieve._files import replacing
 from softsieve._safetensors import read_tensors
 from softsieve.errors import InputError, first_line, listed
+from softsieve.integrations.gguf_file import SUFFIX, read_gguf_weight
 from softsieve.integrations.hidden_states import Corpus, Head
 
 FORMAT = "2"  # 2: digests, which 1, still read, has not
@@ -45,10 +47,14 @@ def read_head(path: Path, queries: Path | None = None) -> tuple[Head, dict[str, 
     Raises:
         InputError: when a file is missing, damaged, of another kind or of a later format.
     """
-    tensors, notes = _read(path)
-    states = tensors if queries is None else _read(queries)[0]
-    weight, bias = tensors.get("weight"), tensors.get("bias")
-    if weight is None or weight.ndim != 2 or not weight.is_floating_point():
+    tensors, notes = ({}, {}) if path.suffix == SUFFIX else _read(path)
+    states = tensors
+    if queries is not None:
+        states, other = _read(queries)
+        notes = notes or other  # a GGUF file says nothing of what comes after the layer
+    weight: Any = read_gguf_weight(path) if path.suffix == SUFFIX else tensors.get("weight")
+    bias = tensors.get("bias")
+    if weight is None or (isinstance(weight, Tensor) and (weight.ndim != 2 or not weight.is_floating_point())):
         raise InputError(f"{path}: expected a matrix 'weight', found {listed(tensors)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"{path}: bias: expected {weight.shape[0]} numbers, found {tuple(bias.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from softsieve.errors import InputError
 from softsieve.extras import loaded, package
+from softsieve.integrations.gguf_file import SUFFIX
 from softsieve.tasks.hf import no_bar
 
 _PIECE = 1 << 16  # characters given to the tokenizer at a time
@@ -39,24 +41,32 @@ class Head(NamedTuple):
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a name or folder."""
+    """The tokenizer of a name, folder or GGUF file."""
     transformers = package("transformers", f"model {name}")
     complaint = f"model {name}: the tokenizer cannot be loaded"
-    return loaded(lambda: transformers.AutoTokenizer.from_pretrained(name), complaint)
+    place, options = _where(name)
+    return loaded(lambda: transformers.AutoTokenizer.from_pretrained(place, **options), complaint)
+
+
+def _where(name: str) -> tuple[str, dict[str, str]]:
+    """What transformers calls a model: its name or folder; of a GGUF file the folder, and the file in it."""
+    path = Path(name)
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == SUFFIX else (name, {})
 
 
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
-    """The causal language model of a name or folder, ready to run: on a GPU in ``dtype``, on a CPU in fp32.
+    """The causal language model of a name, folder or GGUF file, ready to run: on a GPU in ``dtype``, on a CPU in fp32.
 
     Refused when it comes without an output layer of its own, whose weights would be made up.
     """
     transformers = package("transformers", f"model {name}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"dtype": dtype if device == "cuda" else torch.float32, "output_loading_info": True}
+    place, source = _where(name)
+    options = {**source, "dtype": dtype if device == "cuda" else torch.float32, "output_loading_info": True}
     load = transformers.AutoModelForCausalLM.from_pretrained
     complaint = f"model {name}: cannot be loaded as a causal language model"
     with no_bar(transformers.utils.logging):
-        model, info = loaded(lambda: load(name, **options), complaint)
+        model, info = loaded(lambda: load(place, **options), complaint)
     weight = output_layer(model).weight
     parameters = dict(model.named_parameters(remove_duplicate=False))
     made_up = [key for key in info["missing_keys"] if parameters.get(key) is weight]

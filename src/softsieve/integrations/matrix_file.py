@@ -16,6 +16,7 @@ from torch import Tensor
 from softsieve import _digests
 from softsieve._safetensors import opened
 from softsieve.errors import InputError, first_line, listed
+from softsieve.integrations.gguf_file import SUFFIX, read_gguf_weight
 
 ROWS = 1 << 16  # queries that are read at a time
 # What numpy raises for a damaged file.
@@ -25,8 +26,10 @@ _DAMAGED = (
 )  # fmt: skip
 
 
-def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """A matrix (n, d) and, from a .safetensors file, its bias."""
+def read_weight(path: Path, tensor: str = "weight", bias: str | None = None) -> tuple[Any, Tensor | None]:
+    """A matrix (n, d) and, from a .safetensors file, its bias; of a GGUF file the output layer, as it is there."""
+    if path.suffix == SUFFIX:
+        return read_gguf_weight(path, None if tensor == "weight" else tensor), None
     if path.suffix == ".npy":
         return _make_tensor(path, _load_array(path)), None
     with _open(path) as file:

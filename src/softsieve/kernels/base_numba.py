@@ -58,7 +58,7 @@ _jit_exact = compiler(fastmath={"contract"})
 
 @intrinsic
 def as_float(typingctx: Any, element: Any) -> Any:
-    """Return an element of the weight as a float: uint16 is bfloat16, int16 is float16."""
+    """Return an element of the weight as a float: uint16 is bfloat16, int16 is float16, int8 a code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element == types.uint16:
@@ -66,6 +66,8 @@ def as_float(typingctx: Any, element: Any) -> Any:
             return builder.bitcast(wide, ir.FloatType())
         if element == types.int16:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        if element == types.int8:
+            return builder.sitofp(args[0], ir.FloatType())
         return args[0]
 
     return (element if isinstance(element, types.Float) else types.float32)(element), codegen

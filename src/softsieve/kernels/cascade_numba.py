@@ -15,7 +15,8 @@ import numpy as np
 from softsieve.kernels import estimates_numba as estimates
 from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
 from softsieve.kernels.estimates_numba import Errors
-from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_row, exact_rows, project
+from softsieve.kernels.quantised_numba import exact_row, has_changed, row_bytes
+from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_rows, project
 
 __all__ = ["ALONE", "BLOCK", "SPREADS", "Found", "Index", "Plan", "Scratch", "Usual", "ask", "exact_rows"]
 
@@ -29,7 +30,7 @@ PATIENCE = 8  # times that more rows are read before the whole weight is
 class Index(NamedTuple):
     """What a head keeps for its queries, as arrays."""
 
-    weight: Any  # (n, d), raw bits if 16 wide
+    weight: Any  # (n, d), raw bits if 16 wide; or `Quantised`
     bias: Any  # (n,) or (0,)
     base: Any  # (n,) or (0,): the bias again, unless it is coded; estimates have it exactly
     projection: Any  # (longest, d [+ 1]) bits of bfloat16; a last column, if there is one more, is for a coded bias
@@ -43,7 +44,7 @@ class Index(NamedTuple):
     records: Any  # (n, SPREADS + longest) int8: spreads of the tiers (as uint8) and all codes of a row
     tier_steps: Any  # (tiers,)
     probes: Any  # int64: rows that are always read, to measure how large errors are for this query
-    samples: Any  # (few, d): what the first of them were when the index was built
+    samples: Any  # like the weight, few rows: what the first of them were when the index was built
 
 
 class Usual(NamedTuple):
@@ -188,22 +189,11 @@ def _aim(best: float, attained: float) -> float:
 # -- reading the weight ------------------------------------------------------------------------------------------------
 
 
-@jit
-def has_changed(weight: Any, probes: Any, samples: Any) -> bool:
-    """Compare the first probes with what they were when the index was built."""
-    for r in range(samples.shape[0]):
-        row, sample = weight[probes[r]], samples[r]
-        for j in range(sample.size):
-            if row[j] != sample[j]:
-                return True
-    return False
-
-
 @jit_stage
 def read_rows(index: Index, x: Any, rows: Any, exact: Any, scratch: Scratch) -> None:
     """Read rows in full: their logits go to ``exact``."""
     exact_rows(index.weight, x, rows, index.bias, exact)
-    _tally(scratch.tally, rows.size * x.size, rows.size * x.size * index.weight.itemsize)
+    _tally(scratch.tally, rows.size * x.size, rows.size * row_bytes(index.weight))
 
 
 # -- the steps of one query, as docs/cascade.md has them ---------------------------------------------------------------
@@ -426,7 +416,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
             ones, or upper ends. (n,) or, when they are not wanted, (0,).
     """
-    n, d = index.weight.shape
+    n = index.spreads.shape[1]
     usual, tally = plan.usual, scratch.tally
     codes = Codes(*index[2:13], index.probes.astype(np.int32))
     offset = np.float32(exact_row(index.centre, extended))
@@ -468,7 +458,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         survivors = select_survivors(codes, plan, preview, threshold, scratch, dense)
         tried += survivors.count
         finalists = refine_survivors(
-            codes, plan, preview, survivors, attained, float(lowered), d * index.weight.itemsize,
+            codes, plan, preview, survivors, attained, float(lowered), row_bytes(index.weight),
             offset, extended, scratch, dense,
         )  # fmt: skip
         if finalists.count * SHARE > n:

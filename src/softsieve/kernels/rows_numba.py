@@ -1,7 +1,8 @@
 """Products of a query with rows in numba: rows of the weight of any dtype, and rows and columns of codes.
 
 Inner loops run over contiguous slices, which is what the compiler vectorises. Rows are read where they are, never
-gathered into a copy. Weights of 16 bits come as raw bits: bfloat16 as uint16, float16 as int16.
+gathered into a copy. Weights of 16 bits come as raw bits: bfloat16 as uint16, float16 as int16; quantised ones as
+`Quantised`, whose rows are dequantised number by number.
 """
 
 from __future__ import annotations
@@ -11,33 +12,18 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from softsieve.kernels.base_numba import ALONE, as_float, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.base_numba import ALONE, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.quantised_numba import exact_row, row_products
 
-RECORDS_AHEAD, ROWS_AHEAD = 8, 2  # records of codes and rows of the weight that are prefetched
+RECORDS_AHEAD = 8  # records of codes that are prefetched
 LINE = 64  # bytes of a cache line
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
 
 @jit_fast
-def exact_row(row: Any, x: Any) -> Any:
-    """Return ``row @ x``."""
-    total = x.dtype.type(0)
-    for j in range(x.size):
-        total += as_float(row[j]) * x[j]
-    return total
-
-
-@jit_parallel
 def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
     """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
-    if rows.size * x.size <= ALONE:
-        for r in range(rows.size):
-            if r + ROWS_AHEAD < rows.size:
-                prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
-            out[r] = exact_row(weight[rows[r]], x)
-    else:
-        for r in prange(rows.size):
-            out[r] = exact_row(weight[rows[r]], x)
+    row_products(weight, x, rows, out)
     if bias.size:
         for r in range(rows.size):
             out[r] += bias[rows[r]]

@@ -10,6 +10,17 @@ import torch
 from torch import Tensor
 
 
+def dequantise(codes: Tensor, scales: Tensor, minimums: Tensor | None = None, levels: Tensor | None = None) -> Tensor:
+    """The rows of a quantised weight: whole numbers (n, d), and a scale and a minimum for each group of a row.
+
+    ``levels``: what the numbers stand for before that; themselves unless given.
+    """
+    group = codes.shape[1] // scales.shape[1]
+    values = codes.double() if levels is None else levels.double()[codes.long()]
+    rows = values * scales.double().repeat_interleave(group, 1)
+    return rows if minimums is None else rows + minimums.double().repeat_interleave(group, 1)
+
+
 class ExactTopK(NamedTuple):
     """What `softsieve.AdaptiveSoftmax.topk` approximates. Shape: ``(..., k)`` and ``(...)``."""
 

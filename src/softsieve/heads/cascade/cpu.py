@@ -20,6 +20,7 @@ from softsieve.heads.cascade.engine import Cascade, complete
 from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, Fallback, half_width, widened
 from softsieve.heads.cascade.index import BLOCK, SPREADS
 from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
+from softsieve.heads.quantised import QuantisedWeight, Weight
 from softsieve.heads.watching import WeightChanged
 
 if TYPE_CHECKING:
@@ -49,10 +50,9 @@ class CpuCascade(Cascade):
         previews, tiers = indexes.lengths(len(index.centre))
         self.previews = len(previews)
         self._bias_is_coded = indexes.is_coded(index, weight)
-        raw = raw_bits(weight)
         bias = (torch.zeros(0) if layer.bias is None else layer.bias).to(self._dtype) * layer.beta
         self._arrays = kernels.Index(
-            raw,
+            raw_bits(weight),
             bias.numpy(),
             bias.numpy()[: 0 if self._bias_is_coded else None],
             raw_bits(index.project),
@@ -66,7 +66,7 @@ class CpuCascade(Cascade):
             index.records.numpy(),
             index.tier_steps.numpy(),
             index.probes.numpy(),
-            raw[index.probes[:SAMPLES].numpy()],
+            raw_bits(weight[index.probes[:SAMPLES]]),
         )
         self._ask = kernels.ask
         self._local = threading.local()
@@ -314,8 +314,19 @@ def _in_large_pages(values: Tensor) -> Tensor:
     return torch.from_numpy(room[start : start + size]).view(values.dtype).view(values.shape).copy_(values)
 
 
-def raw_bits(values: Tensor) -> Any:
-    """As an array, without a copy: bfloat16 as uint16 and float16 as int16, which the kernels know."""
+def raw_bits(values: Weight) -> Any:
+    """As the kernels know it, without a copy: an array, bfloat16 as uint16 and float16 as int16; or `Quantised`."""
+    if isinstance(values, QuantisedWeight):
+        from softsieve.kernels.quantised_numba import Quantised
+
+        none = values.scales[:0, :0]
+        return Quantised(
+            values.codes.view(torch.int8).numpy(),
+            raw_bits(values.scales),
+            raw_bits(none if values.minimums is None else values.minimums),
+            (torch.zeros(0) if values.levels is None else values.levels).numpy(),
+            values.nbytes // len(values),
+        )
     same = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
     return values.view(same[values.dtype]).numpy() if values.dtype in same else values.numpy()
 

@@ -23,6 +23,7 @@ from softsieve.heads.cascade.calibration import Trial
 from softsieve.heads.cascade.fit import CascadeCalibration, Fit
 from softsieve.heads.engine import Answer, Ends, Engine, Layer, Promise, State, not_calibrated
 from softsieve.heads.exact import Exact
+from softsieve.heads.quantised import Weight
 from softsieve.heads.watching import WeightChanged, changed_rows, list_rows, refuse_changes
 
 
@@ -320,7 +321,7 @@ def complete(found: RowsAbove, queries: Tensor, layer: Layer, scaled: Tensor, th
     return RowsAbove(query, row, logit, bytes_read, found.exact)
 
 
-def _check_rows(rows: Tensor | Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+def _check_rows(rows: Tensor | Sequence[int], weight: Weight, bias: Tensor | None) -> Tensor:
     """Numbers of rows whose entries are finite, on the device of the weight."""
     try:
         numbers = torch.as_tensor(rows)
@@ -331,7 +332,7 @@ def _check_rows(rows: Tensor | Sequence[int], weight: Tensor, bias: Tensor | Non
     if int(numbers.min()) < 0 or int(numbers.max()) >= len(weight):
         raise ValueError(f"rows: expected numbers in [0, {len(weight) - 1}], found {rows}")
     numbers = numbers.to(weight.device)
-    _checks.finite("weight", weight[numbers])
+    _checks.finite("weight", weight[numbers].float())
     if bias is not None:
         _checks.finite("bias", bias[numbers])
     return numbers

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from softsieve._progress import ProgressCallback, no_progress
 from softsieve.heads.cascade.basis import Moments, joint_basis
+from softsieve.heads.quantised import Weight
 from softsieve.heads.watching import CHUNK, checksums
 
 BLOCK = 512  # rows of the preview that are coded together, as the kernels have it
@@ -71,7 +72,7 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
 
 
 def build(
-    weight: Tensor, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: ProgressCallback = no_progress
+    weight: Weight, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: ProgressCallback = no_progress
 ) -> Index:
     """Make the index of a weight for queries with these moments.
 
@@ -139,7 +140,7 @@ def extend(queries: Tensor, beta: float) -> Tensor:
     return torch.cat([queries, queries.new_full((len(queries), 1), beta)], -1)
 
 
-def update(index: Index, weight: Tensor, bias: Tensor | None, rows: Tensor) -> None:
+def update(index: Index, weight: Weight, bias: Tensor | None, rows: Tensor) -> None:
     """Make an index right for rows of the weight that have changed, in the basis it has."""
     own = None if bias is None else bias[rows]
     for start, part in _parts(weight[rows], own if is_coded(index, weight) else None):
@@ -148,12 +149,12 @@ def update(index: Index, weight: Tensor, bias: Tensor | None, rows: Tensor) -> N
     index.checksums[rows] = checksums(weight[rows], own)
 
 
-def is_coded(index: Index, weight: Tensor) -> bool:
+def is_coded(index: Index, weight: Weight) -> bool:
     """Whether the bias is among the codes."""
     return len(index.centre) > weight.shape[1]
 
 
-def _parts(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+def _parts(weight: Weight, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """The rows in float32, with their bias if it is coded, some at a time."""
     step = max(1, CHUNK // weight.shape[1])
     for start in range(0, len(weight), step):
@@ -179,7 +180,7 @@ def _code(index: Index, rows: Tensor, part: Tensor) -> Tensor:
     return (left[:, None] - explained[:, ends]).clamp_min_(0).sqrt_().T.float()
 
 
-def check(index: Index, weight: Tensor, bias: Tensor | None) -> None:
+def check(index: Index, weight: Weight, bias: Tensor | None) -> None:
     """Refuse an index that is not one for a weight of this shape.
 
     Raises:

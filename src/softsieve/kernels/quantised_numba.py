@@ -1,0 +1,177 @@
+"""What the numba kernels ask of a weight: products with rows, their bytes, whether they changed.
+
+A weight is an array or, for one that is quantised, a `Quantised` of arrays. Which of them it is decides when a kernel
+is compiled, so that kernels for plain weights are what they would be without the other. Only other kernels call these
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+
+from softsieve.kernels.base_numba import ALONE, as_float, jit, jit_fast, jit_parallel, prefetch
+
+ROWS_AHEAD = 2  # rows that are prefetched
+
+
+class Quantised(NamedTuple):
+    """A quantised weight (n, d) as arrays: see `QuantisedWeight`."""
+
+    codes: Any  # (n, d) int8, or (n, d / 2) for codes of 4 bits
+    scales: Any  # (n, groups), raw bits if 16 wide
+    minimums: Any  # the same or, when there are none, (0, 0)
+    levels: Any  # (16,) float32: what codes of 4 bits stand for; (0,) for codes of 8 bits
+    row_bytes: int
+
+
+@jit_fast
+def exact_row(row: Any, x: Any) -> Any:
+    """Return ``row @ x``."""
+    total = x.dtype.type(0)
+    for j in range(x.size):
+        total += as_float(row[j]) * x[j]
+    return total
+
+
+# The loop over a group is written out in each: a call takes longer than the 16 or 32 entries of a group.
+
+
+@jit_fast
+def _code_row(codes: Any, scales: Any, x: Any) -> Any:
+    """Return the product with a row of codes of 8 bits."""
+    group, total = x.size // scales.size, x.dtype.type(0)
+    for g in range(scales.size):
+        some, part = codes[g * group : (g + 1) * group], x[g * group : (g + 1) * group]
+        value = x.dtype.type(0)
+        for j in range(part.size):
+            value += as_float(some[j]) * part[j]
+        total += as_float(scales[g]) * value
+    return total
+
+
+@jit_fast
+def _digit_row(codes: Any, scales: Any, levels: Any, x: Any) -> Any:
+    """Return the product with a row of codes of 4 bits, two a byte: entries of both halves of a group."""
+    half, total = codes.size // scales.size, x.dtype.type(0)
+    for g in range(scales.size):
+        some, part = codes[g * half : (g + 1) * half], x[2 * g * half : 2 * (g + 1) * half]
+        low, high = part[:half], part[half:]
+        value = x.dtype.type(0)
+        for j in range(some.size):
+            digits = np.uint8(some[j])
+            value += levels[digits & 15] * low[j] + levels[digits >> 4] * high[j]
+        total += as_float(scales[g]) * value
+    return total
+
+
+@jit_fast
+def _group_sums(x: Any, groups: int) -> Any:
+    """Return what a query meets minimums with."""
+    sums, group = np.zeros(groups, x.dtype), x.size // max(groups, 1)
+    for g in range(groups):
+        for value in x[g * group : (g + 1) * group]:
+            sums[g] += value
+    return sums
+
+
+@jit_parallel
+def _plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    if rows.size * x.size <= ALONE:
+        for r in range(rows.size):
+            if r + ROWS_AHEAD < rows.size:
+                prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
+            out[r] = exact_row(weight[rows[r]], x)
+    else:
+        for r in prange(rows.size):
+            out[r] = exact_row(weight[rows[r]], x)
+
+
+@jit_parallel
+def _quantised_rows(codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, rows: Any, out: Any) -> None:
+    sums = _group_sums(x, minimums.shape[1])
+    if rows.size * x.size <= ALONE:
+        for r in range(rows.size):
+            if r + ROWS_AHEAD < rows.size:
+                prefetch(codes, np.intp(rows[r + ROWS_AHEAD]), 0)
+                prefetch(scales, np.intp(rows[r + ROWS_AHEAD]), 0)
+            row, scale = codes[rows[r]], scales[rows[r]]
+            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
+            if sums.size:
+                out[r] += exact_row(minimums[rows[r]], sums)
+    else:
+        for r in prange(rows.size):
+            row, scale = codes[rows[r]], scales[rows[r]]
+            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
+            if sums.size:
+                out[r] += exact_row(minimums[rows[r]], sums)
+
+
+@jit
+def _has_changed(rows: Any, probes: Any, samples: Any) -> bool:
+    for r in range(samples.shape[0]):
+        row, sample = rows[probes[r]], samples[r]
+        for j in range(sample.size):
+            if row[j] != sample[j]:
+                return True
+    return False
+
+
+# -- what is asked of a weight of either kind ----------------------------------------------------------------------
+
+
+def row_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x``."""
+    raise NotImplementedError
+
+
+def row_bytes(weight: Any) -> int:
+    """Return the bytes of a row."""
+    raise NotImplementedError
+
+
+def has_changed(weight: Any, probes: Any, samples: Any) -> bool:
+    """Compare the first probes with what they were: a weight of few rows, of the same kind."""
+    raise NotImplementedError
+
+
+def _is_quantised(weight: Any) -> bool:
+    return isinstance(weight, types.BaseNamedTuple)
+
+
+# Not strict: numba would compare the annotations of both signatures, of which lambdas have none.
+
+
+@overload(row_products, strict=False)
+def _row_products(weight: Any, x: Any, rows: Any, out: Any) -> Callable[..., Any]:
+    if _is_quantised(weight):  # its arrays one by one: a tuple of them takes longer to pass on than a row to read
+        return lambda weight, x, rows, out: _quantised_rows(
+            weight.codes, weight.scales, weight.minimums, weight.levels, x, rows, out
+        )
+    return lambda weight, x, rows, out: _plain_rows(weight, x, rows, out)
+
+
+@overload(row_bytes, strict=False)
+def _row_bytes(weight: Any) -> Callable[..., Any]:
+    if _is_quantised(weight):
+        return lambda weight: weight.row_bytes
+    return lambda weight: weight.shape[1] * weight.itemsize
+
+
+@overload(has_changed, strict=False)
+def _any_has_changed(weight: Any, probes: Any, samples: Any) -> Callable[..., Any]:
+    if not _is_quantised(weight):
+        return lambda weight, probes, samples: _has_changed(weight, probes, samples)
+
+    def any_part(weight: Any, probes: Any, samples: Any) -> bool:
+        return (
+            _has_changed(weight.codes, probes, samples.codes)
+            or _has_changed(weight.scales, probes, samples.scales)
+            or _has_changed(weight.minimums, probes, samples.minimums)
+        )
+
+    return any_part
