@@ -419,7 +419,7 @@ def test_bytes_and_entries_by_hand() -> None:
     index, scratch = by_hand()
     top, logits, dense = np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(6, np.float32)
     plan = PLAN._replace(width=1.0)
-    answer = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense))
+    answer = kernels.Found(*kernels.ask(index, plan, ONES, ONES, scratch, top, logits, dense, 0))
     # Errors of both probes are 1, as predicted. All six rows are read ahead. The preview keeps rows 0 and 4, as 19 + 1
     # reaches 20 + 1/2 with what floor allows. In the tier errors are 0, so that row 4 has to reach
     # log(e^21 + e^19 + ...) + floor = 19.2.
@@ -441,7 +441,7 @@ def test_a_tier_that_does_not_pay_is_left_out() -> None:
     """With one row left, the longer projection costs more than the row."""
     index, scratch = by_hand()
     index.weight[4, 0], index.records[4, SPREADS], index.columns[0, 0, 4] = 12, 12, 12
-    answer = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1)))
+    answer = kernels.Found(*kernels.ask(index, PLAN._replace(width=1.0), ONES, ONES, scratch, *nowhere(1), 0))
     assert (answer.state, answer.finalists) == (ANSWERED, 1)
     assert answer.bytes_read == 64 + 6 * 16 + 4 * 4
     assert answer.coordinates == 16 + 6 * 4 + 4
@@ -455,7 +455,7 @@ def test_states() -> None:
     index, scratch = by_hand()
 
     def ask(**change: Any) -> kernels.Found:
-        return kernels.Found(*kernels.ask(index, PLAN._replace(**change), ONES, ONES, scratch, *nowhere(1)))
+        return kernels.Found(*kernels.ask(index, PLAN._replace(**change), ONES, ONES, scratch, *nowhere(1), 0))
 
     def usually(**change: float) -> kernels.Found:
         return ask(width=1.0, usual=USUAL._replace(**change))
@@ -487,14 +487,14 @@ def test_states() -> None:
 def test_a_scale_that_is_no_number_has_drifted(value: float) -> None:
     index, scratch = by_hand()
     x = np.array([1, value, 0, 0], np.float32)
-    assert kernels.Found(*kernels.ask(index, PLAN, x, x, scratch, *nowhere(1))).state == DRIFTED
+    assert kernels.Found(*kernels.ask(index, PLAN, x, x, scratch, *nowhere(1), 0)).state == DRIFTED
 
 
 def test_patience() -> None:
     """Rows are lowered to until the doubt is small enough: eight times, and what is read for that counts."""
     index, scratch = by_hand()
     answer = kernels.Found(
-        *kernels.ask(index, PLAN._replace(width=1.0, doubt=1e3, tolerance=0.4), ONES, ONES, scratch, *nowhere(1))
+        *kernels.ask(index, PLAN._replace(width=1.0, doubt=1e3, tolerance=0.4), ONES, ONES, scratch, *nowhere(1), 0)
     )
     assert (answer.state, answer.finalists) == (ANSWERED, 2)
     once = 64 + 6 * 16 + 20 + 16
@@ -518,7 +518,7 @@ class Made(NamedTuple):
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
         answer = kernels.ask(
-            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere
+            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere, 0
         )
         return kernels.Found(*answer), top, logits, everywhere, np.sort(scratch.rows[: answer[7]])
 

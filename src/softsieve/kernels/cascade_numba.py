@@ -97,6 +97,7 @@ class Scratch(NamedTuple):
     probe_estimates: Any  # (probes,): estimates of the probes
     probe_spreads: Any  # (probes,): spreads of the probes
     tally: Any  # (2,) int64: entries and bytes that were read
+    alone: int = ALONE  # entries up to which one thread does the work; those of all rows where others answer, too
 
 
 class Found(NamedTuple):
@@ -202,7 +203,7 @@ def has_changed(weight: Any, probes: Any, samples: Any) -> bool:
 @jit_stage
 def read_rows(index: Index, x: Any, rows: Any, exact: Any, scratch: Scratch) -> None:
     """Read rows in full: their logits go to ``exact``."""
-    exact_rows(index.weight, x, rows, index.bias, exact)
+    exact_rows(index.weight, x, rows, index.bias, exact, scratch.alone)
     _tally(scratch.tally, rows.size * x.size, rows.size * x.size * index.weight.itemsize)
 
 
@@ -217,9 +218,9 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
     decides whether the query is like those of the calibration, and goes into the margins of all rows.
     """
     length, probes = codes.previews[which], codes.probes
-    project(codes.projection, extended, known, length, scratch.y[SPREADS:])
+    project(codes.projection, extended, known, length, scratch.y[SPREADS:], scratch.alone)
     estimated, spreads = scratch.probe_estimates, scratch.probe_spreads
-    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads)
+    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads, scratch.alone)
     for r in range(probes.size):
         scratch.probe_spreads[r] = codes.spreads[which][probes[r]]
     more = length - known
@@ -229,19 +230,20 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
 
 @jit_stage
 def preview_rows(
-    codes: Codes, plan: Plan, which: int, known: int, offset: Any, scale: float, scratch: Scratch
+    codes: Codes, plan: Plan, which: int, known: int, ready: int, offset: Any, scale: float, scratch: Scratch
 ) -> Preview:
     """Estimate all rows, from the columns of a preview beyond the first ``known``.
 
-    Decides what a row must reach to matter for the partition function; with a k, also which rows have the best
-    estimates and are to be read at once.
+    Columns that estimates in scratch are ``ready`` with are not read again, but count as if they were. Decides what a
+    row must reach to matter for the partition function; with a k, also which rows have the best estimates and are to be
+    read at once.
     """
     n, k, length = codes.spreads.shape[1], plan.k, codes.previews[which]
     errors = _errors(plan, scale * codes.steps[which])
     y = scratch.y[SPREADS : SPREADS + length]
     estimates.estimate_rows(
-        codes.columns, known, codes.spreads[which], codes.base, y, offset, errors,
-        scratch.estimates, scratch.largest, scratch.upper_ends, scratch.sums, scratch.corrected,
+        codes.columns, max(known, ready), codes.spreads[which], codes.base, y, offset, errors,
+        scratch.estimates, scratch.largest, scratch.upper_ends, scratch.sums, scratch.corrected, scratch.alone,
     )  # fmt: skip
     _tally(scratch.tally, n * (length - known), n * (length - known + 1) + (0 if known else 4 * codes.base.size))
     shift, total, corrected = largest_of(scratch.largest), 0.0, 0.0
@@ -291,7 +293,7 @@ def select_survivors(
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
         scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
-        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.spreads,
+        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.spreads, scratch.alone,
     )  # fmt: skip
     total, corrected = estimates.sum_exponentials(
         scratch.values[:count], scratch.spreads[:count], errors, preview.shift
@@ -334,12 +336,15 @@ def refine_survivors(
         if length < 2 * known or 2 * cost > count * row_bytes:
             continue
         rows, values, spreads = scratch.rows[:count], scratch.values[:count], scratch.spreads[:count]
-        project(codes.projection, extended, known, length, scratch.y[SPREADS:])
+        project(codes.projection, extended, known, length, scratch.y[SPREADS:], scratch.alone)
         if read == 0:
             estimates.start_estimates(offset, codes.base, rows, values)
             estimates.start_estimates(offset, codes.base, probes, scratch.probe_estimates)
-        add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads)
-        add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads)
+        add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads, scratch.alone)
+        add_codes(
+            codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads,
+            scratch.alone,
+        )  # fmt: skip
         _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
         known = read = length
         step = codes.tier_steps[tier]
@@ -417,7 +422,9 @@ def estimate_log_z(
 
 
 @jit
-def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any) -> Any:
+def ask(
+    index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any, ready: int
+) -> Any:
     """Answer one query: its top k to ``top`` and ``logits``; with a level, rows that may be above it to ``scratch``.
 
     Args:
@@ -425,6 +432,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         extended: the same, with beta at its end if the bias is coded. (d [+ 1],)
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
             ones, or upper ends. (n,) or, when they are not wanted, (0,).
+        ready: columns that the estimates in scratch have, when the last question was the same query with another plan;
+            else 0. A plan whose first preview is shorter may only be asked for the answer of its second.
     """
     n, d = index.weight.shape
     usual, tally = plan.usual, scratch.tally
@@ -449,7 +458,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     for which in (plan.first, plan.second):  # when the first preview leaves many rows, a longer one
         if known:
             measured = measure_errors(codes, which, known, extended, scratch)
-        preview = preview_rows(codes, plan, which, known, offset, measured, scratch)
+        preview = preview_rows(codes, plan, which, known, ready, offset, measured, scratch)
         exact = scratch.exact[: preview.ahead]
         read_rows(index, x, scratch.rows[: preview.ahead], exact, scratch)
         attained = kth_largest(exact, plan.k) if preview.ahead else np.inf

@@ -179,13 +179,14 @@ def _estimate_block(
 @jit_parallel
 def estimate_rows(
     columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors,
-    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any,
+    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any, alone: int = ALONE,
 ) -> None:  # fmt: skip
     """Estimate all rows; of every block keep the largest estimate and upper end, and the sums over e^largest.
 
-    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has.
+    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has. One thread does
+    the work up to ``alone`` entries.
     """
-    if 4 * totals.size * BLOCK * y.size <= ALONE:  # sums take as long as some columns
+    if 4 * totals.size * BLOCK * y.size <= alone:  # sums take as long as some columns
         for b in range(totals.size):
             start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
@@ -286,14 +287,14 @@ def _select_block(
 @jit_parallel
 def select_rows(
     estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
-    counts: Any, marks: Any, rows: Any, values: Any, spreads: Any,
+    counts: Any, marks: Any, rows: Any, values: Any, spreads: Any, alone: int = ALONE,
 ) -> int:  # fmt: skip
     """Write rows whose upper ends reach the threshold to the front of ``rows``, in order; return how many.
 
     Blocks whose ``upper`` end does not reach it are passed over.
     """
     bound, total = np.float32(threshold), np.intp(0)
-    if counts.size * BLOCK <= ALONE:
+    if counts.size * BLOCK <= alone:
         for b in range(counts.size):
             if upper[b] >= bound:
                 total += _select_block(

@@ -28,9 +28,12 @@ def exact_row(row: Any, x: Any) -> Any:
 
 
 @jit_parallel
-def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
-    """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
-    if rows.size * x.size <= ALONE:
+def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any, alone: int = ALONE) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none.
+
+    Here and below one thread does the work up to ``alone`` entries.
+    """
+    if rows.size * x.size <= alone:
         for r in range(rows.size):
             if r + ROWS_AHEAD < rows.size:
                 prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
@@ -44,9 +47,9 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
 
 
 @jit_parallel
-def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
+def project(projection: Any, x: Any, low: int, high: int, out: Any, alone: int = ALONE) -> None:
     """Compute ``out[low:high] = projection[low:high] @ x``."""
-    if (high - low) * x.size <= ALONE:
+    if (high - low) * x.size <= alone:
         for j in range(low, high):
             out[j] = exact_row(projection[j], x)
     else:
@@ -78,14 +81,16 @@ def _code_row(codes: Any, y: Any) -> Any:
 
 
 @jit_parallel
-def add_codes(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any) -> None:
+def add_codes(
+    records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any, alone: int = ALONE
+) -> None:
     """Compute ``out[r] += codes[rows[r], low:high] @ y[low:high]``, and copy the spreads of these rows in this tier.
 
     ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
     """
     start, stop = SPREADS + low if low else 0, SPREADS + high
     part = y[start:stop]
-    if rows.size * (high - low) <= ALONE:
+    if rows.size * (high - low) <= alone:
         for r in range(rows.size):
             if r + RECORDS_AHEAD < rows.size:
                 for byte in range(start, stop, LINE):
