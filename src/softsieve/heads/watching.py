@@ -95,18 +95,24 @@ def checksums(weight: Tensor, bias: Tensor | None) -> Tensor:
     factors = factors.to(weight.device)
     sums = torch.empty(len(weight), dtype=torch.int64, device=weight.device)
     step = max(1, CHUNK // weight.shape[1])
+    compiled = weight.is_cpu and weight.numel() > CHUNK  # else torch is done before the kernel is there
     for start in range(0, len(weight), step):
         some = slice(start, start + step)
-        sums[some] = (_bits(weight[some]) * factors[:-1]).sum(-1)
+        if compiled:
+            from softsieve.kernels.checksums_numba import sum_rows  # needs numba
+
+            sum_rows(_bits(weight[some].contiguous()).numpy(), factors[:-1].numpy(), sums[some].numpy())
+        else:
+            sums[some] = (_bits(weight[some]).to(torch.int64) * factors[:-1]).sum(-1)
         if bias is not None:
-            sums[some] += _bits(bias[some]) * factors[-1]
+            sums[some] += _bits(bias[some]).to(torch.int64) * factors[-1]
     return sums
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits of floating-point numbers, as whole numbers."""
+    """The bits of floating-point numbers, as whole numbers of their size."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.view(kinds[values.element_size()]).to(torch.int64)
+    return values.view(kinds[values.element_size()])
 
 
 class WeightChanged(RuntimeError):  # noqa: N818

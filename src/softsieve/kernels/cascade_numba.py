@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsieve.kernels import estimates_numba as estimates
-from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
+from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast_stage, jit_stage, kth_largest, largest_of
 from softsieve.kernels.estimates_numba import Errors
 from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_row, exact_rows, project
 
@@ -83,7 +83,6 @@ class Scratch(NamedTuple):
     upper_ends: Any  # (blocks,): the largest upper ends, estimates with their margins
     sums: Any  # (blocks,): sums of exponentials, over e^largest
     corrected: Any  # (blocks,): the corrected part of these
-    counts: Any  # (blocks,) int64: survivors
     marks: Any  # (blocks * BLOCK,) uint8
     rows: Any  # (blocks * BLOCK,) int32: survivors
     values: Any  # (blocks * BLOCK,): their estimates
@@ -144,14 +143,14 @@ class Survivors(NamedTuple):
     dropped: int  # of them, those whose estimates are in scratch
 
 
-@jit
+@jit_stage
 def _tally(tally: Any, entries: int, size: int) -> None:
     """Count entries and bytes that are read."""
     tally[0] += entries
     tally[1] += size
 
 
-@jit
+@jit_stage
 def _root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> float:
     """Return that of differences in predicted deviations."""
     total = 0.0
@@ -161,7 +160,7 @@ def _root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> floa
     return math.sqrt(total / spreads.size)
 
 
-@jit_fast
+@jit_fast_stage
 def _cosine(mean: Any, x: Any) -> float:
     """Return the cosine of the angle between a query and the mean query."""
     dot, square = np.float32(0), np.float32(0)
@@ -189,7 +188,7 @@ def _aim(best: float, attained: float) -> float:
 # -- reading the weight ------------------------------------------------------------------------------------------------
 
 
-@jit
+@jit_stage
 def has_changed(weight: Any, probes: Any, samples: Any) -> bool:
     """Compare the first probes with what they were when the index was built."""
     for r in range(samples.shape[0]):
@@ -218,7 +217,7 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
     decides whether the query is like those of the calibration, and goes into the margins of all rows.
     """
     length, probes = codes.previews[which], codes.probes
-    project(codes.projection, extended, known, length, scratch.y[SPREADS:], scratch.alone)
+    project(codes.projection, extended, known, length, scratch.y[SPREADS:])
     estimated, spreads = scratch.probe_estimates, scratch.probe_spreads
     add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads, scratch.alone)
     for r in range(probes.size):
@@ -293,7 +292,7 @@ def select_survivors(
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
         scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
-        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.spreads, scratch.alone,
+        scratch.marks, scratch.rows, scratch.values, scratch.spreads,
     )  # fmt: skip
     total, corrected = estimates.sum_exponentials(
         scratch.values[:count], scratch.spreads[:count], errors, preview.shift
@@ -328,7 +327,8 @@ def refine_survivors(
     A tier is read where that promises to read less than all of these rows in full, ``row_bytes`` each.
     """
     probes, slack = codes.probes, lowered + 1e-6 * abs(preview.shift)
-    count, dropped, highest, dropped_total, dropped_corrected = survivors.count, 0, survivors.threshold, 0.0, 0.0
+    count, dropped = survivors.count, np.int64(0)
+    highest, dropped_total, dropped_corrected = survivors.threshold, 0.0, 0.0
     known, read = preview.length, np.int64(0)  # codes that the query is turned for, codes that the estimates have
     for tier in range(codes.tiers.size):
         length = codes.tiers[tier]
@@ -336,7 +336,7 @@ def refine_survivors(
         if length < 2 * known or 2 * cost > count * row_bytes:
             continue
         rows, values, spreads = scratch.rows[:count], scratch.values[:count], scratch.spreads[:count]
-        project(codes.projection, extended, known, length, scratch.y[SPREADS:], scratch.alone)
+        project(codes.projection, extended, known, length, scratch.y[SPREADS:])
         if read == 0:
             estimates.start_estimates(offset, codes.base, rows, values)
             estimates.start_estimates(offset, codes.base, probes, scratch.probe_estimates)
@@ -365,7 +365,7 @@ def refine_survivors(
     return Survivors(count, highest, dropped_total, dropped_corrected, dropped)
 
 
-@jit
+@jit_stage
 def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Errors, dense: Any) -> None:
     """Do for some rows what `fill_logits` does for all."""
     for r in range(rows.size):
@@ -373,7 +373,7 @@ def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Erro
         dense[rows[r]] = values[r] + (margin if plan.upper else estimates.expected_excess(spreads[r], errors))
 
 
-@jit
+@jit_stage
 def _write_exact(rows: Any, exact: Any, dense: Any) -> None:
     """Write logits of rows that were read in full, if all are wanted."""
     if dense.size:

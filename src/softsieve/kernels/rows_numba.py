@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from softsieve.kernels.base_numba import ALONE, as_float, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.base_numba import ALONE, as_float, jit_fast_stage, jit_parallel, jit_parallel_stage, prefetch
 
 RECORDS_AHEAD, ROWS_AHEAD = 8, 2  # records of codes and rows of the weight that are prefetched
 LINE = 64  # bytes of a cache line
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
 
-@jit_fast
+@jit_fast_stage
 def exact_row(row: Any, x: Any) -> Any:
     """Return ``row @ x``."""
     total = x.dtype.type(0)
@@ -46,18 +46,14 @@ def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any, alone: int =
             out[r] += bias[rows[r]]
 
 
-@jit_parallel
-def project(projection: Any, x: Any, low: int, high: int, out: Any, alone: int = ALONE) -> None:
+@jit_fast_stage
+def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
     """Compute ``out[low:high] = projection[low:high] @ x``."""
-    if (high - low) * x.size <= alone:
-        for j in range(low, high):
-            out[j] = exact_row(projection[j], x)
-    else:
-        for j in prange(low, high):
-            out[j] = exact_row(projection[j], x)
+    for j in range(low, high):
+        out[j] = exact_row(projection[j], x)
 
 
-@jit_fast
+@jit_fast_stage
 def add_columns(codes: Any, y: Any, values: Any) -> None:
     """Compute ``values += codes.T @ y`` for a block of rows, four columns at a time."""
     even = y.size - y.size % 4
@@ -72,7 +68,7 @@ def add_columns(codes: Any, y: Any, values: Any) -> None:
             values[i] += y0 * c0[i]
 
 
-@jit_fast
+@jit_fast_stage
 def _code_row(codes: Any, y: Any) -> Any:
     total = np.float32(0)
     for j in range(y.size):
@@ -80,7 +76,7 @@ def _code_row(codes: Any, y: Any) -> Any:
     return total
 
 
-@jit_parallel
+@jit_parallel_stage
 def add_codes(
     records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any, alone: int = ALONE
 ) -> None:

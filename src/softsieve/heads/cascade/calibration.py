@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from softsieve.heads.cascade.engine import Cascade
 
 CONFIDENCE = 0.99  # with which the promise holds, over samples of queries
-WIDTHS = tuple(12 * 0.93**number for number in range(40))  # that are tried, from wide to narrow
+_STEP = 0.93**0.5
+WIDTHS = tuple(12 * _STEP**number for number in range(80))  # that are tried, from wide to narrow
 # For a level that stands fixed. A class that a state belongs to is above its estimate by many deviations, because what
 # the estimate leaves out of both is alike; the k-th best shows by how much, a level does not.
-LEVEL_WIDTHS = tuple(12 * 0.93**number for number in range(-16, 40))
+LEVEL_WIDTHS = tuple(12 * _STEP**number for number in range(-32, 80))
 SHAPING = 256  # queries, at most, that only choose; the others decide
-DECIDING = 25.0  # over delta: queries that decide, at most, but for small heads; 14 of 2,500 may be wrong for 1 %
+DECIDING = (25.0, 50.0)  # over delta: queries that decide, at most, where there are many rows and where there are few
 ANYWAY = 2000  # queries that decide, if there are so many, however large delta is
-TOGETHER = 6  # widths that are tried on one preview
+ROWS = 1 << 28  # rows of all deciding queries together, from which on there are many
+TOGETHER = 8  # widths that are tried on one preview
 TRUTH = 0.2  # of the time of a calibration, that exact answers take
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 0.5  # so much further out than any query of the sample, a query falls back
@@ -120,22 +122,25 @@ def _shaping(count: int) -> int:
     return min(count // 3, SHAPING)
 
 
-def useful(delta: float) -> int:
-    """The most sample queries that are used: more would take long and make margins hardly narrower.
+def useful(delta: float, rows: int) -> int:
+    """The most sample queries that are used, for a weight of so many rows: more would hardly make margins narrower.
 
-    Of M that decide, `allowed` may be wrong: 0.56 of delta M with ``DECIDING / delta`` of them, 0.68 with twice as
-    many, and never more than delta M.
+    Of M that decide, `allowed` may be wrong: 0.56 of delta M with 25 / delta of them, 0.68 with twice as many, and
+    never more than delta M.
 
     Example:
-        >>> useful(0.1), useful(0.01)
-        (2256, 2756)
+        >>> useful(0.1, 50_000), useful(0.01, 50_000), useful(0.01, 262_144)
+        (2256, 5256, 2756)
     """
-    return SHAPING + max(ANYWAY, math.ceil(DECIDING / delta))
+    least, most = (math.ceil(number / delta) for number in DECIDING)
+    return SHAPING + max(ANYWAY, least, min(most, ROWS // rows))
 
 
-def draw(queries: Tensor, delta: float, generator: torch.Generator | None, progress: ProgressCallback) -> Tensor:
+def draw(
+    queries: Tensor, delta: float, rows: int, generator: torch.Generator | None, progress: ProgressCallback
+) -> Tensor:
     """As many of the queries as are `useful`, at random and in random order."""
-    mixed = torch.randperm(len(queries), generator=generator)[: useful(delta)].to(queries.device)
+    mixed = torch.randperm(len(queries), generator=generator)[: useful(delta, rows)].to(queries.device)
     if len(mixed) < len(queries):
         progress(f"using {len(mixed)} of {len(queries)} queries", 0.0)
     return queries[mixed]
@@ -251,6 +256,7 @@ def calibrate(
     if errors < 0:
         progress("calibrating", 1.0 - TRUTH)
         return start
+    engine.announce(progress)
     shape = _shape(shaping, start, progress)
     fit, trial = _decide(deciding, shape, errors, progress)
     if trial is not None:
@@ -278,7 +284,7 @@ def _shape(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit
 
 def _narrowest(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> list[tuple[AnyFit, Trial]]:
     """Each of the settings with the narrowest width that has few errors, by bisection, and a trial of it."""
-    errors, widths = int(start.delta * len(sample.queries) / 2), _widths(start)
+    errors, widths = int(start.delta * len(sample.queries) / 2), _widths(start)[::2]
     fits: list[AnyFit] = [start._replace(**setting) for setting in sample.engine.settings()]
     low, high = [0] * len(fits), [len(widths) - 1] * len(fits)
     known: dict[tuple[int, int], Trial] = {}
@@ -339,7 +345,7 @@ def _tried_widths(shape: AnyFit) -> list[float]:
     """From wide to narrow, the first wider than what shaping queries took, and close to each other where that was."""
     widths = [width for width in _widths(shape) if width <= max(1.75 * shape.width, 6.0)]  # few may have shaped
     near = sum(width > 1.25 * shape.width for width in widths)
-    return widths[:near:2] + widths[near:]
+    return widths[:near:4] + widths[near:]
 
 
 # -- queries unlike the sample -----------------------------------------------------------------------------------------

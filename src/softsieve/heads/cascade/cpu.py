@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._progress import ProgressCallback
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
@@ -136,17 +137,18 @@ class CpuCascade(Cascade):
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
         plan, out, k = plan_of(widened(fit), math.inf, upper=True), logits.numpy(), fit.k
         if len(queries) < _SEVERAL:
-            _, _, answers = self._run(queries, plan, out)
+            answers = dict(enumerate(self._run(queries, plan, out)[2]))
         else:
-            answers = [None] * len(queries)
+            answers = {}
             rows, best = np.zeros((len(queries), k), np.int64), np.zeros((len(queries), k), self._kind)
 
             def keep(found: kernels.Found, _: int, i: int, __: object) -> None:
                 answers[i] = found
 
             self._sweep(queries, [plan], lambda _, i: (rows[i], best[i], out[i]), keep)
-        read = torch.tensor([one.bytes_read for one in answers], dtype=torch.int64)
-        return Ends(logits, torch.tensor([one.state == 0 for one in answers], dtype=torch.bool), read)
+        in_order = [answers[i] for i in range(len(queries))]
+        read = torch.tensor([one.bytes_read for one in in_order], dtype=torch.int64)
+        return Ends(logits, torch.tensor([one.state == 0 for one in in_order], dtype=torch.bool), read)
 
     def _run(
         self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None, finalists: list[Finalists] | None = None
@@ -189,7 +191,6 @@ class CpuCascade(Cascade):
             upper_ends=np.zeros(blocks, np.float32),
             sums=np.zeros(blocks, np.float32),
             corrected=np.zeros(blocks, np.float32),
-            counts=np.zeros(blocks, np.int64),
             marks=np.zeros(rows, np.uint8),
             rows=np.zeros(rows, np.int32),
             values=np.zeros(rows, np.float32),
@@ -206,6 +207,12 @@ class CpuCascade(Cascade):
         )
 
     # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def announce(self, progress: ProgressCallback) -> None:
+        from softsieve.kernels.base_numba import is_compiled
+
+        if not is_compiled(self._ask):
+            progress("compiling kernels, once per machine", 0.0)
 
     def trials(
         self, queries: Tensor, fits: Sequence[CascadeCalibration], *, half_width: float | None = None
@@ -260,7 +267,7 @@ class CpuCascade(Cascade):
         def work() -> None:
             scratch = self._make_scratch()._replace(alone=1 << 62)
             for i in left:
-                ready, later = 0, []
+                ready, later = 0, list[int]()
                 for number in order:
                     if later and plans[later[-1]].first != plans[number].first:
                         ready, later = again(i, later, ready, scratch), []

@@ -52,6 +52,9 @@ class Cascade(Engine):
     def solve(self, x: Tensor, fit: Any, k: int) -> Answer:
         """Answer queries (..., d) by a calibration for this k or more."""
 
+    def announce(self, progress: ProgressCallback) -> None:
+        """Say that the first trial will take long, where it will."""
+
     @abstractmethod
     def trials(self, queries: Tensor, fits: Sequence[Any], *, half_width: float | None = None) -> list[Trial]:
         """Answer scaled queries (batch, d) by each of several calibrations, with all that choosing needs to know.
@@ -188,8 +191,8 @@ class Cascade(Engine):
     ) -> list[Any]:
         self.notice_changes()
         layer, enough = self.layer, len(queries) >= calibration.needed(promise.delta)
-        queries = calibration.draw(queries, promise.delta, generator, progress)
-        scaled, made = layer.scaled(queries, "queries"), []
+        queries = calibration.draw(queries, promise.delta, len(self.layer.weight), generator, progress)
+        scaled, made = layer.scaled(queries, "queries"), list[Any]()
         if not ks:
             return made
         share = partial(_share, progress, calibration.TRUTH * len(ks))
@@ -226,7 +229,7 @@ class Cascade(Engine):
             return None
         self.notice_changes()
         enough = len(queries) >= calibration.needed(promise.delta)
-        queries = calibration.draw(queries, promise.delta, generator, progress)
+        queries = calibration.draw(queries, promise.delta, len(self.layer.weight), generator, progress)
         scaled = self.layer.scaled(queries, "queries")
         exact = calibration.above_level(self.layer.blocks(scaled), level)
         progress("exact answers", calibration.TRUTH)
