@@ -260,10 +260,10 @@ def test_more_queries_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- many answers from one preview -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [language, heavy_tailed])
+@pytest.mark.parametrize("kind", [language, common])
 def test_trials_are_what_single_questions_get(kind: Maker) -> None:
     """To the last bit, though the preview is made once: with widths, corrections, and second previews or none."""
-    weight, x = kind(3000, 96, 120, generator())
+    weight, x = kind(3000, 256, 120, generator())
     head = AdaptiveSoftmax(weight, delta=DELTA, method="cascade")
     head.build(x[:80])
     engine = head._engine
