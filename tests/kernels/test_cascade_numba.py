@@ -423,11 +423,10 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
         np.array([0, 1]),
         weight[[0]].copy(),
     )
-    floats: list[Any] = [
-        np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)
-    ]
-    ints: list[Any] = [np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
-    return index, kernels.Scratch(*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64))
+    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
+    ints = [np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
+    parts: list[Any] = [*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64)]
+    return index, kernels.Scratch(*parts)
 
 
 ONES = np.array([1, 1, 0, 0], np.float32)
