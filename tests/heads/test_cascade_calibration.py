@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
+import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
@@ -18,7 +20,7 @@ from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
 from softsieve.heads import DriftWarning, TopK, WeightChanged, index_file
 from softsieve.heads.cascade import calibration as cascade_calibration
-from softsieve.heads.cascade.calibration import Trial, Truth, allowed, needed
+from softsieve.heads.cascade.calibration import Trial, Truth, allowed, needed, useful
 from softsieve.heads.cascade.cpu import CpuCascade, cheapest, plan_of
 from softsieve.heads.cascade.fit import CascadeCalibration, half_width
 from softsieve.heads.cascade.index import Index
@@ -209,6 +211,97 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference.topk_softmax(weight, x, 3, bias)
     torch.testing.assert_close(found.best, expected.logits.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.log_z, expected.log_z.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_one_truth_for_all_k() -> None:
+    weight, x = gaussian(50, 7, 20, generator())
+    reader = AdaptiveSoftmax(weight)._layer.reader
+    largest = cascade_calibration.truth(reader, x, None, 8)
+    for k in (0, 1, 3):
+        own = cascade_calibration.truth(reader, x, None, k)
+        assert torch.equal(largest.top(k).best, own.best)
+        assert torch.equal(largest.top(k).log_z, own.log_z)
+        assert torch.equal(largest.top(k).rounding, own.rounding)
+
+
+# -- how many queries are used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.001, 0.01, 0.1, 0.5])
+def test_useful_are_more_than_needed(delta: float) -> None:
+    """So many that more than half of delta may be wrong."""
+    for rows in (100, 50_000, 10**7):
+        deciding = useful(delta, rows) - cascade_calibration.SHAPING
+        assert useful(delta, rows) > needed(delta)
+        assert allowed(deciding, delta) > 0.5 * delta * deciding
+
+
+def test_more_queries_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are not used, at random, and that is said."""
+    weight, x = language(600, 32, 400, generator())
+    monkeypatch.setattr(cascade_calibration, "ANYWAY", 50)
+    monkeypatch.setattr(cascade_calibration, "DECIDING", (4.6, 4.6))
+    monkeypatch.setattr(cascade_calibration, "SHAPING", 30)
+    head = AdaptiveSoftmax(weight, delta=DELTA, method="cascade")
+    head.build(x[:100])
+    told: list[str] = []
+    head.calibrate(x[100:], 1, generator=generator(), progress=lambda what, _: told.append(what))
+    assert fit_of(head, 1).queries == 80
+    assert "using 80 of 300 queries" in told
+    drawn = cascade_calibration.draw(x[100:], DELTA, 600, generator(), lambda *_: None)
+    assert drawn.shape == (80, 32)
+    assert len(torch.unique(drawn, dim=0)) == 80
+    assert not torch.equal(drawn, x[100:180])
+    told.clear()
+    head.calibrate(x[100:180], 1, generator=generator(), progress=lambda what, _: told.append(what))
+    assert not any("using" in what for what in told)
+
+
+# -- many answers from one preview -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_trials_are_what_single_questions_get(seed: int) -> None:
+    """To the last bit, though the preview is made once: with widths, corrections, and second previews or none."""
+    weight, x = language(3000, 256, 120, generator(seed))
+    head = AdaptiveSoftmax(weight, delta=DELTA, method="cascade")
+    head.build(x[:80])
+    engine = head._engine
+    assert isinstance(engine, CpuCascade)
+    start = FIT._replace(k=3, correction=0.4)
+    survivors = engine.trials(x[80:], [start._replace(width=3.0)])[0].survivors
+    limit = float(survivors.double().quantile(0.3))
+    both: dict[str, Any] = {"first": 0, "second": 2, "limit": limit}
+    fits = [start._replace(width=width, **both) for width in (8.0, 4.0, 3.0, 1.0)]
+    fits += [start._replace(width=4.0, correction=0.9, **both), start._replace(width=4.0, **{**both, "limit": -1.0})]
+    for fit, trial in zip(fits, engine.trials(x[80:], fits), strict=True):
+        rows, logits, answers = engine._run(x[80:], plan_of(fit))
+        assert torch.equal(trial.indices, torch.from_numpy(rows))
+        assert torch.equal(trial.logits, torch.from_numpy(logits))
+        for name, field in {"fallback": "state", "flat": "flat"}.items() | {(one, one) for one in SAME}:
+            own = torch.tensor([getattr(one, field) for one in answers], dtype=torch.float64)
+            assert torch.equal(getattr(trial, name).double(), own), (fit, name)
+    assert 0 < int((survivors > limit).sum()) < len(survivors)  # of some queries, the second preview is asked
+
+
+SAME = ("log_z", "half", "coordinates", "bytes_read", "scale", "survivors", "signal", "toward")
+
+
+def test_a_thread_that_fails_ends_the_trials(several: tuple[AdaptiveSoftmax, Tensor]) -> None:
+    engine, x = several[0]._engine, several[1]
+    assert isinstance(engine, CpuCascade)
+    asked = []
+
+    def fail(*_: object) -> None:
+        asked.append(1)
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        engine._sweep(x, [plan_of(fit_of(several[0], 2))], lambda *_: (np.zeros(2, np.int64), *NOWHERE), fail)
+    assert len(asked) <= numba.get_num_threads()
+
+
+NOWHERE = np.zeros(2, np.float32), np.zeros(0, np.float32)
 
 
 # -- the promise -------------------------------------------------------------------------------------------------------

@@ -341,3 +341,19 @@ def test_a_compiled_step(fused: bool) -> None:
         refuses(head)
         head.update_rows(range(5))
         assert right(head)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_checksums_are_the_same_by_kernel_and_by_torch(
+    dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have them: they may not depend on how they are computed, nor on strides or how many rows come at a time."""
+    weight, bias = queries(300, 1).to(dtype), queries(300, 2)[:, 0].to(dtype) if biased else None
+    by_torch = watching.checksums(weight, bias)
+    monkeypatch.setattr(watching, "CHUNK", 7 * D)
+    assert torch.equal(watching.checksums(weight, bias), by_torch)
+    apart = torch.stack([weight, -weight], -1).flatten(1)[:, ::2]
+    assert torch.equal(watching.checksums(apart, bias), by_torch)
+    weight[5, 3] = -weight[5, 3]
+    assert (watching.checksums(weight, bias) != by_torch).nonzero().tolist() == [[5]]

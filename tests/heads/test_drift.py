@@ -82,8 +82,8 @@ def judged(known: Known, x: Tensor) -> tuple[Tensor, Tensor]:
     engine = known.head._engine
     assert isinstance(engine, CpuCascade)
     truth = cascade_calibration.truth(engine.layer.reader, x, None, known.fit.k)
-    wrong = ~cascade_calibration.right(engine.trial(x, known.credulous), truth, known.credulous)
-    return wrong, engine.trial(x, known.fit).fallback == Fallback.DRIFTED
+    wrong = ~cascade_calibration.right(engine.trials(x, [known.credulous])[0], truth, known.credulous)
+    return wrong, engine.trials(x, [known.fit])[0].fallback == Fallback.DRIFTED
 
 
 def drifts(x: Tensor, sample: Tensor) -> dict[str, Tensor]:

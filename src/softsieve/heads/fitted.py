@@ -68,7 +68,8 @@ class Fitted(Portable):
 
         Args:
             queries: (N, d), what later queries will be like. For a cascade other ones than those of `build`; if that
-                was not called, a half of them, at random, is given to it.
+                was not called, a half of them, at random, is given to it. Of more than help, a cascade uses some, at
+                random; ``queries`` of what is returned says how many.
             k: the one that will be asked for, or several. A cascade also answers smaller ones than a calibrated one.
                 None of them, ``[]``, with a threshold.
             threshold: the least one that `above` will be asked with, for a cascade on a CPU. Higher ones are answered

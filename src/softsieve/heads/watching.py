@@ -108,20 +108,33 @@ def checksums(weight: Weight, bias: Tensor | None) -> Tensor:
     factors = factors.to(weight.device)
     sums = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
     step = max(1, CHUNK // weight.shape[1])
+    compiled = weight.is_cpu and len(weight) * width > CHUNK  # else torch is done before the kernel is there
     for start in range(0, len(weight), step):
         some, first = slice(start, start + step), 0
         for part in parts:
-            sums[some] += (_bits(part[some]) * factors[first : first + part.shape[1]]).sum(-1)
+            sums[some] += _sums(part[some], factors[first : first + part.shape[1]], compiled)
             first += part.shape[1]
         if bias is not None:
-            sums[some] += _bits(bias[some]) * factors[width]
-    return sums if shared is None else sums + (_bits(shared) * factors[width + 1 :]).sum()
+            sums[some] += _bits(bias[some]).to(torch.int64) * factors[width]
+    return sums if shared is None else sums + (_bits(shared).to(torch.int64) * factors[width + 1 :]).sum()
+
+
+def _sums(values: Tensor, factors: Tensor, compiled: bool) -> Tensor:
+    """The bits of every row of numbers, times the factors, added up."""
+    bits = _bits(values)
+    if not compiled:
+        return (bits.to(torch.int64) * factors).sum(-1)
+    from softsieve.kernels.checksums_numba import sum_rows  # needs numba
+
+    sums = torch.empty(len(values), dtype=torch.int64)
+    sum_rows(bits.contiguous().numpy(), factors.numpy(), sums.numpy())
+    return sums
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits of numbers, as whole numbers."""
+    """The bits of numbers, as whole numbers of their size."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.view(kinds[values.element_size()]).to(torch.int64)
+    return values.view(kinds[values.element_size()])
 
 
 class WeightChanged(RuntimeError):  # noqa: N818

@@ -46,10 +46,20 @@ def compiler(**options: Any) -> Callable[[Any], Any]:
     return compile_lazily
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether there is code of a function for some arguments, in this process or in the cache."""
+    with suppress(AttributeError):
+        return bool(function.signatures or function._cache._cache_file._load_index())
+    return False
+
+
 jit = compiler(error_model="numpy")
-jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True)  # only other functions call it: half the code
+# Only other functions call a stage: a half of the code, and of the time that it is compiled in.
+jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True)
 jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
+jit_fast_stage = compiler(fastmath=True, no_cpython_wrapper=True)
 jit_parallel = compiler(fastmath=True, parallel=True)
+jit_parallel_stage = compiler(fastmath=True, parallel=True, no_cpython_wrapper=True)
 _SUMS = {"contract", "reassoc", "nsz"}  # sums vectorise; NaN and infinity are what they are
 jit_sums = compiler(fastmath=_SUMS, error_model="numpy")
 jit_sums_parallel = compiler(fastmath=_SUMS, error_model="numpy", parallel=True)
@@ -195,7 +205,7 @@ def exp_rounded(value: Any) -> Any:
     return np.float32(0.0) if value < np.float32(-87.0) else series * power_of_two(np.int32(whole))
 
 
-@jit_fast
+@jit_fast_stage
 def largest_of(values: Any) -> Any:
     """Return the largest value."""
     highest = values[0]
@@ -204,7 +214,7 @@ def largest_of(values: Any) -> Any:
     return highest
 
 
-@jit
+@jit_stage
 def _sink(heap: Any, place: int) -> None:
     """Move a value that may be too large for its place in a heap, the smallest first, down to where it belongs."""
     value = heap[place]
@@ -218,7 +228,7 @@ def _sink(heap: Any, place: int) -> None:
     heap[place] = value
 
 
-@jit
+@jit_stage
 def kth_largest(values: Any, k: int) -> float:
     """Return the k-th largest value."""
     if k == 1:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsieve.kernels import estimates_numba as estimates
-from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast, jit_stage, kth_largest, largest_of
+from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast_stage, jit_stage, kth_largest, largest_of
 from softsieve.kernels.estimates_numba import Errors
 from softsieve.kernels.quantised_numba import exact_row, has_changed, row_bytes
 from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_rows, project
@@ -84,7 +84,6 @@ class Scratch(NamedTuple):
     upper_ends: Any  # (blocks,): the largest upper ends, estimates with their margins
     sums: Any  # (blocks,): sums of exponentials, over e^largest
     corrected: Any  # (blocks,): the corrected part of these
-    counts: Any  # (blocks,) int64: survivors
     marks: Any  # (blocks * BLOCK,) uint8
     rows: Any  # (blocks * BLOCK,) int32: survivors
     values: Any  # (blocks * BLOCK,): their estimates
@@ -98,6 +97,7 @@ class Scratch(NamedTuple):
     probe_estimates: Any  # (probes,): estimates of the probes
     probe_spreads: Any  # (probes,): spreads of the probes
     tally: Any  # (2,) int64: entries and bytes that were read
+    alone: int = ALONE  # entries up to which one thread does the work; those of all rows where others answer, too
 
 
 class Found(NamedTuple):
@@ -144,14 +144,14 @@ class Survivors(NamedTuple):
     dropped: int  # of them, those whose estimates are in scratch
 
 
-@jit
+@jit_stage
 def _tally(tally: Any, entries: int, size: int) -> None:
     """Count entries and bytes that are read."""
     tally[0] += entries
     tally[1] += size
 
 
-@jit
+@jit_stage
 def _root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> float:
     """Return that of differences in predicted deviations."""
     total = 0.0
@@ -161,7 +161,7 @@ def _root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> floa
     return math.sqrt(total / spreads.size)
 
 
-@jit_fast
+@jit_fast_stage
 def _cosine(mean: Any, x: Any) -> float:
     """Return the cosine of the angle between a query and the mean query."""
     dot, square = np.float32(0), np.float32(0)
@@ -192,7 +192,7 @@ def _aim(best: float, attained: float) -> float:
 @jit_stage
 def read_rows(index: Index, x: Any, rows: Any, exact: Any, scratch: Scratch) -> None:
     """Read rows in full: their logits go to ``exact``."""
-    exact_rows(index.weight, x, rows, index.bias, exact)
+    exact_rows(index.weight, x, rows, index.bias, exact, scratch.alone)
     _tally(scratch.tally, rows.size * x.size, rows.size * row_bytes(index.weight))
 
 
@@ -209,7 +209,7 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
     length, probes = codes.previews[which], codes.probes
     project(codes.projection, extended, known, length, scratch.y[SPREADS:])
     estimated, spreads = scratch.probe_estimates, scratch.probe_spreads
-    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads)
+    add_codes(codes.records, np.int64(0), scratch.y, probes, known, length, estimated, spreads, scratch.alone)
     for r in range(probes.size):
         scratch.probe_spreads[r] = codes.spreads[which][probes[r]]
     more = length - known
@@ -219,19 +219,20 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
 
 @jit_stage
 def preview_rows(
-    codes: Codes, plan: Plan, which: int, known: int, offset: Any, scale: float, scratch: Scratch
+    codes: Codes, plan: Plan, which: int, known: int, ready: int, offset: Any, scale: float, scratch: Scratch
 ) -> Preview:
     """Estimate all rows, from the columns of a preview beyond the first ``known``.
 
-    Decides what a row must reach to matter for the partition function; with a k, also which rows have the best
-    estimates and are to be read at once.
+    Columns that estimates in scratch are ``ready`` with are not read again, but count as if they were. Decides what a
+    row must reach to matter for the partition function; with a k, also which rows have the best estimates and are to be
+    read at once.
     """
     n, k, length = codes.spreads.shape[1], plan.k, codes.previews[which]
     errors = _errors(plan, scale * codes.steps[which])
     y = scratch.y[SPREADS : SPREADS + length]
     estimates.estimate_rows(
-        codes.columns, known, codes.spreads[which], codes.base, y, offset, errors,
-        scratch.estimates, scratch.largest, scratch.upper_ends, scratch.sums, scratch.corrected,
+        codes.columns, max(known, ready), codes.spreads[which], codes.base, y, offset, errors,
+        scratch.estimates, scratch.largest, scratch.upper_ends, scratch.sums, scratch.corrected, scratch.alone,
     )  # fmt: skip
     _tally(scratch.tally, n * (length - known), n * (length - known + 1) + (0 if known else 4 * codes.base.size))
     shift, total, corrected = largest_of(scratch.largest), 0.0, 0.0
@@ -281,7 +282,7 @@ def select_survivors(
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
         scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
-        scratch.counts, scratch.marks, scratch.rows, scratch.values, scratch.spreads,
+        scratch.marks, scratch.rows, scratch.values, scratch.spreads,
     )  # fmt: skip
     total, corrected = estimates.sum_exponentials(
         scratch.values[:count], scratch.spreads[:count], errors, preview.shift
@@ -316,7 +317,8 @@ def refine_survivors(
     A tier is read where that promises to read less than all of these rows in full, ``row_bytes`` each.
     """
     probes, slack = codes.probes, lowered + 1e-6 * abs(preview.shift)
-    count, dropped, highest, dropped_total, dropped_corrected = survivors.count, 0, survivors.threshold, 0.0, 0.0
+    count, dropped = survivors.count, np.int64(0)
+    highest, dropped_total, dropped_corrected = survivors.threshold, 0.0, 0.0
     known, read = preview.length, np.int64(0)  # codes that the query is turned for, codes that the estimates have
     for tier in range(codes.tiers.size):
         length = codes.tiers[tier]
@@ -328,8 +330,11 @@ def refine_survivors(
         if read == 0:
             estimates.start_estimates(offset, codes.base, rows, values)
             estimates.start_estimates(offset, codes.base, probes, scratch.probe_estimates)
-        add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads)
-        add_codes(codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads)
+        add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads, scratch.alone)
+        add_codes(
+            codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads,
+            scratch.alone,
+        )  # fmt: skip
         _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
         known = read = length
         step = codes.tier_steps[tier]
@@ -350,7 +355,7 @@ def refine_survivors(
     return Survivors(count, highest, dropped_total, dropped_corrected, dropped)
 
 
-@jit
+@jit_stage
 def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Errors, dense: Any) -> None:
     """Do for some rows what `fill_logits` does for all."""
     for r in range(rows.size):
@@ -358,7 +363,7 @@ def _write_logits(plan: Plan, values: Any, rows: Any, spreads: Any, errors: Erro
         dense[rows[r]] = values[r] + (margin if plan.upper else estimates.expected_excess(spreads[r], errors))
 
 
-@jit
+@jit_stage
 def _write_exact(rows: Any, exact: Any, dense: Any) -> None:
     """Write logits of rows that were read in full, if all are wanted."""
     if dense.size:
@@ -407,7 +412,9 @@ def estimate_log_z(
 
 
 @jit
-def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any) -> Any:
+def ask(
+    index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any, ready: int
+) -> Any:
     """Answer one query: its top k to ``top`` and ``logits``; with a level, rows that may be above it to ``scratch``.
 
     Args:
@@ -415,6 +422,8 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
         extended: the same, with beta at its end if the bias is coded. (d [+ 1],)
         dense: where all logits go, exact for finalists and elsewhere such that their exponentials are the estimated
             ones, or upper ends. (n,) or, when they are not wanted, (0,).
+        ready: columns that the estimates in scratch have, when the last question was the same query with another plan;
+            else 0. A plan whose first preview is shorter may only be asked for the answer of its second.
     """
     n = index.spreads.shape[1]
     usual, tally = plan.usual, scratch.tally
@@ -439,7 +448,7 @@ def ask(index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: 
     for which in (plan.first, plan.second):  # when the first preview leaves many rows, a longer one
         if known:
             measured = measure_errors(codes, which, known, extended, scratch)
-        preview = preview_rows(codes, plan, which, known, offset, measured, scratch)
+        preview = preview_rows(codes, plan, which, known, ready, offset, measured, scratch)
         exact = scratch.exact[: preview.ahead]
         read_rows(index, x, scratch.rows[: preview.ahead], exact, scratch)
         attained = kth_largest(exact, plan.k) if preview.ahead else np.inf

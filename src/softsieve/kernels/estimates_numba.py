@@ -16,9 +16,9 @@ from softsieve.kernels.base_numba import (
     ALONE,
     BLOCK,
     exp,
-    jit,
-    jit_fast,
-    jit_parallel,
+    jit_fast_stage,
+    jit_parallel_stage,
+    jit_stage,
     kth_largest,
     larger,
     largest_of,
@@ -38,7 +38,7 @@ class Errors(NamedTuple):
     bend: float  # the deviation from which on it adds less
 
 
-@jit_fast
+@jit_fast_stage
 def expected_excess(spread: Any, errors: Errors) -> Any:
     """Return what makes the exponential of an estimate that of a dropped row in the mean.
 
@@ -51,7 +51,7 @@ def expected_excess(spread: Any, errors: Errors) -> Any:
     return np.float32(errors.correction) * bent * (deviation + deviation - bent)
 
 
-@jit_fast
+@jit_fast_stage
 def upper_end(value: Any, spread: Any, errors: Errors) -> Any:
     """Return an estimate with its margin."""
     return value + np.float32(errors.margin) * np.float32(spread)
@@ -60,7 +60,7 @@ def upper_end(value: Any, spread: Any, errors: Errors) -> Any:
 # -- sums of exponentials ----------------------------------------------------------------------------------------------
 
 
-@jit_fast
+@jit_fast_stage
 def sum_exponentials(values: Any, spreads: Any, errors: Errors, shift: float, threshold: float | None = None) -> Any:
     """Sum up ``exp(estimate + excess - shift)``, and the corrected part of that.
 
@@ -79,7 +79,7 @@ def sum_exponentials(values: Any, spreads: Any, errors: Errors, shift: float, th
     return float(total), float(corrected)
 
 
-@jit
+@jit_stage
 def sum_dropped(estimates: Any, spreads: Any, errors: Errors, shift: float, threshold: float) -> Any:
     """Sum up as `sum_exponentials` with a threshold, block by block, over all rows.
 
@@ -93,7 +93,7 @@ def sum_dropped(estimates: Any, spreads: Any, errors: Errors, shift: float, thre
     return total, corrected
 
 
-@jit_fast
+@jit_fast_stage
 def _highest_dropped(values: Any, spreads: Any, errors: Errors, threshold: float) -> Any:
     highest = np.float32(-1e30)
     for r in range(values.size):
@@ -102,7 +102,7 @@ def _highest_dropped(values: Any, spreads: Any, errors: Errors, threshold: float
     return highest
 
 
-@jit
+@jit_stage
 def gather_above(
     estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, bound: float,
     dropped: Any, excesses: Any,
@@ -127,7 +127,7 @@ def gather_above(
     return count
 
 
-@jit
+@jit_stage
 def sum_above(dropped: Any, excesses: Any, shift: float, bound: float) -> Any:
     """Sum up what the exponentials of corrected estimates have beyond that of a bound, and the corrected part of it."""
     total, corrected = 0.0, 0.0
@@ -144,7 +144,7 @@ def sum_above(dropped: Any, excesses: Any, shift: float, bound: float) -> Any:
 # Parallel functions get arrays, not tuples of them: what a parallel loop writes to an array in a tuple is lost.
 
 
-@jit
+@jit_stage
 def start_estimates(offset: Any, base: Any, rows: Any, values: Any) -> None:
     """Write what the estimates of some rows are without any code."""
     for r in range(rows.size):
@@ -153,7 +153,7 @@ def start_estimates(offset: Any, base: Any, rows: Any, values: Any) -> None:
             values[r] += np.float32(base[rows[r]])
 
 
-@jit_fast
+@jit_fast_stage
 def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
     highest = values[0]
     for r in range(values.size):
@@ -161,7 +161,7 @@ def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
     return highest
 
 
-@jit_fast
+@jit_fast_stage
 def _estimate_block(
     columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
 ) -> Any:
@@ -176,16 +176,17 @@ def _estimate_block(
     return largest, _highest_upper(values, spreads, errors), total, corrected
 
 
-@jit_parallel
+@jit_parallel_stage
 def estimate_rows(
     columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors,
-    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any,
+    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any, alone: int = ALONE,
 ) -> None:  # fmt: skip
     """Estimate all rows; of every block keep the largest estimate and upper end, and the sums over e^largest.
 
-    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has.
+    Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has. One thread does
+    the work up to ``alone`` entries.
     """
-    if 4 * totals.size * BLOCK * y.size <= ALONE:  # sums take as long as some columns
+    if 4 * totals.size * BLOCK * y.size <= alone:  # sums take as long as some columns
         for b in range(totals.size):
             start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
@@ -199,7 +200,7 @@ def estimate_rows(
             )
 
 
-@jit_fast
+@jit_fast_stage
 def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: Any) -> None:
     """Write corrected estimates of all rows, or their upper ends."""
     for i in range(values.size):
@@ -207,7 +208,7 @@ def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: A
         dense[i] = upper_end(values[i], spreads[i], errors) if upper else corrected
 
 
-@jit_fast
+@jit_fast_stage
 def limit_logits(most: float, dense: Any) -> None:
     """Lower what is above ``most`` to it."""
     for i in range(dense.size):
@@ -217,7 +218,7 @@ def limit_logits(most: float, dense: Any) -> None:
 # -- choice of rows ----------------------------------------------------------------------------------------------------
 
 
-@jit
+@jit_stage
 def find_best(estimates: Any, largest: Any, n: int, count: int, rows: Any, values: Any) -> int:
     """Find rows with the largest estimates: ``count`` of them at least, and not many more; return how many."""
     # Blocks below the one whose largest is so far down hold none of them.
@@ -234,7 +235,7 @@ def find_best(estimates: Any, largest: Any, n: int, count: int, rows: Any, value
     return size
 
 
-@jit_fast
+@jit_fast_stage
 def count_reaching(values: Any, spreads: Any, errors: Errors, threshold: float) -> int:
     """Count rows whose upper ends reach the threshold."""
     count = np.int32(0)
@@ -243,7 +244,7 @@ def count_reaching(values: Any, spreads: Any, errors: Errors, threshold: float) 
     return np.int64(count)
 
 
-@jit
+@jit_stage
 def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any) -> int:
     """Count the rows that `select_rows` would find."""
     total, bound = 0, np.float32(threshold)
@@ -254,13 +255,13 @@ def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, u
     return total
 
 
-@jit_fast
+@jit_fast_stage
 def _mark(values: Any, spreads: Any, errors: Errors, threshold: float, marks: Any) -> None:
     for i in range(values.size):
         marks[i] = upper_end(values[i], spreads[i], errors) >= np.float32(threshold)
 
 
-@jit
+@jit_stage
 def _select_block(
     b: int, place: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float,
     marks: Any, rows: Any, values: Any, spreads: Any,
@@ -283,40 +284,23 @@ def _select_block(
     return count
 
 
-@jit_parallel
+@jit_stage
 def select_rows(
     estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
-    counts: Any, marks: Any, rows: Any, values: Any, spreads: Any,
+    marks: Any, rows: Any, values: Any, spreads: Any,
 ) -> int:  # fmt: skip
     """Write rows whose upper ends reach the threshold to the front of ``rows``, in order; return how many.
 
-    Blocks whose ``upper`` end does not reach it are passed over.
+    Blocks whose ``upper`` end does not reach it are passed over. That leaves few, for which one thread is enough.
     """
     bound, total = np.float32(threshold), np.intp(0)
-    if counts.size * BLOCK <= ALONE:
-        for b in range(counts.size):
-            if upper[b] >= bound:
-                total += _select_block(
-                    b, total, estimates, all_spreads, errors, threshold, marks, rows, values, spreads
-                )
-        return total
-    for b in prange(counts.size):
-        own, counts[b] = np.intp(b), 0
+    for b in range(upper.size):
         if upper[b] >= bound:
-            counts[b] = _select_block(
-                own, own * BLOCK, estimates, all_spreads, errors, threshold, marks, rows, values, spreads
-            )
-    for b in range(counts.size):
-        start, stop = b * BLOCK, b * BLOCK + counts[b]
-        if total < start:
-            for i in range(start, stop):
-                rows[total + i - start], values[total + i - start] = rows[i], values[i]
-                spreads[total + i - start] = spreads[i]
-        total += counts[b]
+            total += _select_block(b, total, estimates, all_spreads, errors, threshold, marks, rows, values, spreads)
     return total
 
 
-@jit
+@jit_stage
 def keep_rows(
     values: Any, rows: Any, spreads: Any, errors: Errors, threshold: float, dropped: Any, excesses: Any, count: int
 ) -> Any:
@@ -336,7 +320,7 @@ def keep_rows(
     return kept, count
 
 
-@jit
+@jit_stage
 def sort_top(exact: Any, rows: Any, top: Any, logits: Any) -> None:
     """Write the largest of the finalists, in falling order, equal ones by their rows."""
     k = top.size

@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from softsieve.kernels.base_numba import ALONE, as_float, jit, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.base_numba import as_float, jit_fast_stage, jit_parallel_stage, jit_stage, prefetch
 
 ROWS_AHEAD = 2  # rows that are prefetched
 
@@ -29,7 +29,7 @@ class Quantised(NamedTuple):
     row_bytes: int
 
 
-@jit_fast
+@jit_fast_stage
 def exact_row(row: Any, x: Any) -> Any:
     """Return ``row @ x``."""
     total = x.dtype.type(0)
@@ -41,7 +41,7 @@ def exact_row(row: Any, x: Any) -> Any:
 # The loop over a group is written out in each: a call takes longer than the 16 or 32 entries of a group.
 
 
-@jit_fast
+@jit_fast_stage
 def _code_row(codes: Any, scales: Any, x: Any) -> Any:
     """Return the product with a row of codes of 8 bits."""
     group, total = x.size // scales.size, x.dtype.type(0)
@@ -54,7 +54,7 @@ def _code_row(codes: Any, scales: Any, x: Any) -> Any:
     return total
 
 
-@jit_fast
+@jit_fast_stage
 def _digit_row(codes: Any, scales: Any, levels: Any, x: Any) -> Any:
     """Return the product with a row of codes of 4 bits, two a byte: entries of both halves of a group."""
     half, total = codes.size // scales.size, x.dtype.type(0)
@@ -69,7 +69,7 @@ def _digit_row(codes: Any, scales: Any, levels: Any, x: Any) -> Any:
     return total
 
 
-@jit_fast
+@jit_fast_stage
 def _group_sums(x: Any, groups: int) -> Any:
     """Return what a query meets minimums with."""
     sums, group = np.zeros(groups, x.dtype), x.size // max(groups, 1)
@@ -79,9 +79,9 @@ def _group_sums(x: Any, groups: int) -> Any:
     return sums
 
 
-@jit_parallel
-def _plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    if rows.size * x.size <= ALONE:
+@jit_parallel_stage
+def _plain_rows(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
+    if rows.size * x.size <= alone:
         for r in range(rows.size):
             if r + ROWS_AHEAD < rows.size:
                 prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
@@ -91,10 +91,12 @@ def _plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
             out[r] = exact_row(weight[rows[r]], x)
 
 
-@jit_parallel
-def _quantised_rows(codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, rows: Any, out: Any) -> None:
+@jit_parallel_stage
+def _quantised_rows(
+    codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, rows: Any, out: Any, alone: int
+) -> None:
     sums = _group_sums(x, minimums.shape[1])
-    if rows.size * x.size <= ALONE:
+    if rows.size * x.size <= alone:
         for r in range(rows.size):
             if r + ROWS_AHEAD < rows.size:
                 prefetch(codes, np.intp(rows[r + ROWS_AHEAD]), 0)
@@ -111,7 +113,7 @@ def _quantised_rows(codes: Any, scales: Any, minimums: Any, levels: Any, x: Any,
                 out[r] += exact_row(minimums[rows[r]], sums)
 
 
-@jit
+@jit_stage
 def _has_changed(rows: Any, probes: Any, samples: Any) -> bool:
     for r in range(samples.shape[0]):
         row, sample = rows[probes[r]], samples[r]
@@ -124,8 +126,8 @@ def _has_changed(rows: Any, probes: Any, samples: Any) -> bool:
 # -- what is asked of a weight of either kind ----------------------------------------------------------------------
 
 
-def row_products(weight: Any, x: Any, rows: Any, out: Any) -> None:
-    """Compute ``out[r] = weight[rows[r]] @ x``."""
+def row_products(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x``; up to ``alone`` entries by one thread."""
     raise NotImplementedError
 
 
@@ -147,12 +149,12 @@ def _is_quantised(weight: Any) -> bool:
 
 
 @overload(row_products, strict=False)
-def _row_products(weight: Any, x: Any, rows: Any, out: Any) -> Callable[..., Any]:
+def _row_products(weight: Any, x: Any, rows: Any, out: Any, alone: Any) -> Callable[..., Any]:
     if _is_quantised(weight):  # its arrays one by one: a tuple of them takes longer to pass on than a row to read
-        return lambda weight, x, rows, out: _quantised_rows(
-            weight.codes, weight.scales, weight.minimums, weight.levels, x, rows, out
+        return lambda weight, x, rows, out, alone: _quantised_rows(
+            weight.codes, weight.scales, weight.minimums, weight.levels, x, rows, out, alone
         )
-    return lambda weight, x, rows, out: _plain_rows(weight, x, rows, out)
+    return lambda weight, x, rows, out, alone: _plain_rows(weight, x, rows, out, alone)
 
 
 @overload(row_bytes, strict=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from softsieve.kernels.base_numba import ALONE, jit_fast, jit_parallel, prefetch
+from softsieve.kernels.base_numba import ALONE, jit_fast, jit_fast_stage, jit_parallel_stage, prefetch
 from softsieve.kernels.quantised_numba import exact_row, row_products
 
 RECORDS_AHEAD = 8  # records of codes that are prefetched
@@ -21,26 +21,25 @@ SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
 
 @jit_fast
-def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any) -> None:
-    """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none."""
-    row_products(weight, x, rows, out)
+def exact_rows(weight: Any, x: Any, rows: Any, bias: Any, out: Any, alone: int = ALONE) -> None:
+    """Compute ``out[r] = weight[rows[r]] @ x + bias[rows[r]]``; an empty bias is none.
+
+    Here and below one thread does the work up to ``alone`` entries.
+    """
+    row_products(weight, x, rows, out, alone)
     if bias.size:
         for r in range(rows.size):
             out[r] += bias[rows[r]]
 
 
-@jit_parallel
+@jit_fast_stage
 def project(projection: Any, x: Any, low: int, high: int, out: Any) -> None:
     """Compute ``out[low:high] = projection[low:high] @ x``."""
-    if (high - low) * x.size <= ALONE:
-        for j in range(low, high):
-            out[j] = exact_row(projection[j], x)
-    else:
-        for j in prange(low, high):
-            out[j] = exact_row(projection[j], x)
+    for j in range(low, high):
+        out[j] = exact_row(projection[j], x)
 
 
-@jit_fast
+@jit_fast_stage
 def add_columns(codes: Any, y: Any, values: Any) -> None:
     """Compute ``values += codes.T @ y`` for a block of rows, four columns at a time."""
     even = y.size - y.size % 4
@@ -55,7 +54,7 @@ def add_columns(codes: Any, y: Any, values: Any) -> None:
             values[i] += y0 * c0[i]
 
 
-@jit_fast
+@jit_fast_stage
 def _code_row(codes: Any, y: Any) -> Any:
     total = np.float32(0)
     for j in range(y.size):
@@ -63,15 +62,17 @@ def _code_row(codes: Any, y: Any) -> Any:
     return total
 
 
-@jit_parallel
-def add_codes(records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any) -> None:
+@jit_parallel_stage
+def add_codes(
+    records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any, alone: int = ALONE
+) -> None:
     """Compute ``out[r] += codes[rows[r], low:high] @ y[low:high]``, and copy the spreads of these rows in this tier.
 
     ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
     """
     start, stop = SPREADS + low if low else 0, SPREADS + high
     part = y[start:stop]
-    if rows.size * (high - low) <= ALONE:
+    if rows.size * (high - low) <= alone:
         for r in range(rows.size):
             if r + RECORDS_AHEAD < rows.size:
                 for byte in range(start, stop, LINE):

@@ -6,6 +6,9 @@ import functools
 import math
 import threading
 import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._progress import ProgressCallback
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
@@ -30,6 +34,7 @@ SAMPLES = 4  # rows whose bits are kept, to notice that the weight has changed
 _PAGE = 1 << 21  # bytes of a large page of memory
 # Bytes that could be read in order in the time of other things: one more row, and sums and margins of a preview, a row.
 _ROW, _PREVIEW = 192, 8
+_SEVERAL = 32  # queries from which on each has a thread for itself
 _LOCK = threading.Lock()
 
 Finalists = tuple[Any, Any]  # arrays of rows, rising, and of their logits
@@ -130,9 +135,20 @@ class CpuCascade(Cascade):
 
     def ends(self, queries: Tensor, fit: CascadeCalibration) -> Ends:
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
-        _, _, answers = self._run(queries, plan_of(widened(fit), math.inf, upper=True), logits.numpy())
-        read = torch.tensor([one.bytes_read for one in answers], dtype=torch.int64)
-        return Ends(logits, torch.tensor([one.state == 0 for one in answers], dtype=torch.bool), read)
+        plan, out, k = plan_of(widened(fit), math.inf, upper=True), logits.numpy(), fit.k
+        if len(queries) < _SEVERAL:
+            answers = dict(enumerate(self._run(queries, plan, out)[2]))
+        else:
+            answers = {}
+            rows, best = np.zeros((len(queries), k), np.int64), np.zeros((len(queries), k), self._kind)
+
+            def keep(found: kernels.Found, _: int, i: int, __: object) -> None:
+                answers[i] = found
+
+            self._sweep(queries, [plan], lambda _, i: (rows[i], best[i], out[i]), keep)
+        in_order = [answers[i] for i in range(len(queries))]
+        read = torch.tensor([one.bytes_read for one in in_order], dtype=torch.int64)
+        return Ends(logits, torch.tensor([one.state == 0 for one in in_order], dtype=torch.bool), read)
 
     def _run(
         self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None, finalists: list[Finalists] | None = None
@@ -151,7 +167,7 @@ class CpuCascade(Cascade):
         with one_at_a_time():
             scratch, answers = self._scratch(), []
             for i in range(batch):
-                found = ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i])
+                found = ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i], 0)
                 answers.append(found)
                 if finalists is not None:
                     many = found.finalists
@@ -161,58 +177,132 @@ class CpuCascade(Cascade):
     def _scratch(self) -> Any:
         """Memory of this thread."""
         if not hasattr(self._local, "scratch"):
-            from softsieve.kernels import cascade_numba as kernels
-
-            blocks, probes = len(self.index.columns), len(self.index.probes)
-            rows = blocks * BLOCK
-            self._local.scratch = kernels.Scratch(
-                estimates=np.zeros(rows, np.float32),
-                largest=np.zeros(blocks, np.float32),
-                upper_ends=np.zeros(blocks, np.float32),
-                sums=np.zeros(blocks, np.float32),
-                corrected=np.zeros(blocks, np.float32),
-                counts=np.zeros(blocks, np.int64),
-                marks=np.zeros(rows, np.uint8),
-                rows=np.zeros(rows, np.int32),
-                values=np.zeros(rows, np.float32),
-                spreads=np.zeros(rows, np.float32),
-                exact=np.zeros(rows, self._kind),
-                dropped=np.zeros(rows + 1, np.float32),
-                excesses=np.zeros(rows + 1, np.float32),
-                y=np.zeros(SPREADS + len(self.index.unit), np.float32),
-                probe_logits=np.zeros(probes, self._kind),
-                probe_starts=np.zeros(probes, np.float32),
-                probe_estimates=np.zeros(probes, np.float32),
-                probe_spreads=np.zeros(probes, np.float32),
-                tally=np.zeros(2, np.int64),
-            )
+            self._local.scratch = self._make_scratch()
         return self._local.scratch
+
+    def _make_scratch(self) -> Any:
+        from softsieve.kernels import cascade_numba as kernels
+
+        blocks, probes = len(self.index.columns), len(self.index.probes)
+        rows = blocks * BLOCK
+        return kernels.Scratch(
+            estimates=np.zeros(rows, np.float32),
+            largest=np.zeros(blocks, np.float32),
+            upper_ends=np.zeros(blocks, np.float32),
+            sums=np.zeros(blocks, np.float32),
+            corrected=np.zeros(blocks, np.float32),
+            marks=np.zeros(rows, np.uint8),
+            rows=np.zeros(rows, np.int32),
+            values=np.zeros(rows, np.float32),
+            spreads=np.zeros(rows, np.float32),
+            exact=np.zeros(rows, self._kind),
+            dropped=np.zeros(rows + 1, np.float32),
+            excesses=np.zeros(rows + 1, np.float32),
+            y=np.zeros(SPREADS + len(self.index.unit), np.float32),
+            probe_logits=np.zeros(probes, self._kind),
+            probe_starts=np.zeros(probes, np.float32),
+            probe_estimates=np.zeros(probes, np.float32),
+            probe_spreads=np.zeros(probes, np.float32),
+            tally=np.zeros(2, np.int64),
+        )
 
     # -- calibration ---------------------------------------------------------------------------------------------------
 
-    def trial(self, queries: Tensor, fit: CascadeCalibration, *, half_width: float | None = None) -> Trial:
-        finalists: list[Finalists] | None = None if math.isinf(fit.level) else []
-        rows, logits, answers = self._run(queries, plan_of(fit, half_width), finalists=finalists)
-        above = None
-        if finalists is not None:
-            above = torch.tensor([np.count_nonzero(one > fit.level) for _, one in finalists])
-        numbers = torch.from_numpy(np.array(answers))
-        fallback, log_z, half, coordinates, bytes_read, scale, survivors, _, signal, toward, flat = numbers.unbind(-1)
-        return Trial(
-            fallback.long(),
-            torch.from_numpy(rows),
-            torch.from_numpy(logits),
-            log_z,
-            half,
-            coordinates.long(),
-            bytes_read.long(),
-            scale,
-            survivors.long(),
-            signal,
-            toward,
-            flat,
-            above,
-        )
+    def announce(self, progress: ProgressCallback) -> None:
+        from softsieve.kernels.base_numba import is_compiled
+
+        if not is_compiled(self._ask):
+            progress("compiling kernels, once per machine", 0.0)
+
+    def trials(
+        self, queries: Tensor, fits: Sequence[CascadeCalibration], *, half_width: float | None = None
+    ) -> list[Trial]:
+        from softsieve.kernels import cascade_numba as kernels
+
+        plans = [plan_of(fit, half_width) for fit in fits]
+        shape = len(fits), len(queries)
+        rows = [np.zeros((len(queries), fit.k), np.int64) for fit in fits]
+        logits = [np.zeros((len(queries), fit.k), self._kind) for fit in fits]
+        answers, above = np.zeros((*shape, len(kernels.Found._fields))), np.zeros(shape, np.int64)
+
+        def keep(found: kernels.Found, number: int, i: int, scratch: kernels.Scratch) -> None:
+            answers[number, i] = found
+            if not math.isinf(fits[number].level):
+                above[number, i] = np.count_nonzero(scratch.exact[: found.finalists] > fits[number].level)
+
+        nowhere = np.empty((len(queries), 0), self._kind)
+        self._sweep(queries, plans, lambda number, i: (rows[number][i], logits[number][i], nowhere[i]), keep)
+        numbers = torch.from_numpy(answers)
+        return [
+            _trial(numbers[number], rows[number], logits[number], None if math.isinf(fit.level) else above[number])
+            for number, fit in enumerate(fits)
+        ]
+
+    def _sweep(
+        self,
+        queries: Tensor,
+        plans: Sequence[kernels.Plan],
+        room: Callable[[int, int], tuple[Any, Any, Any]],
+        keep: Callable[[kernels.Found, int, int, kernels.Scratch], None],
+    ) -> None:
+        """Answer each query by each of the plans from one preview of all rows, with as many threads as there are.
+
+        A thread has a query for itself: nobody waits for another one, and estimates stay in its cache.
+
+        Args:
+            room: where the answer by a plan to a query goes, both by their numbers: arguments of the kernel.
+            keep: called with each answer, the numbers of plan and query, and the memory that finalists are in.
+        """
+        from numba import get_num_threads
+
+        arrays, ask, lengths = self._arrays, self._ask, indexes.lengths(len(self.index.centre))[0]
+        x = queries.numpy()
+        coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
+        order = sorted(range(len(plans)), key=lambda number: (plans[number].first, plans[number].second))
+        # A second preview goes on from the first, whose estimates are gone then: answers that need none come first.
+        short = [_without_second(plan) for plan in plans]
+        longer = [plan._replace(limit=-1.0) for plan in plans]
+        left = iter(range(len(queries)))  # `next` of this is one step for the interpreter
+
+        def work() -> None:
+            scratch = self._make_scratch()._replace(alone=1 << 62)
+            for i in left:
+                ready, later = 0, list[int]()
+                for number in order:
+                    if later and plans[later[-1]].first != plans[number].first:
+                        ready, later = again(i, later, ready, scratch), []
+                    plan = plans[number]
+                    if ready > lengths[plan.first]:
+                        ready = 0
+                    found = ask(arrays, short[number], x[i], coded[i], scratch, *room(number, i), ready)
+                    drifted = found.state == Fallback.DRIFTED
+                    # One that drifted before its preview, or whose weight has changed, has estimated nothing.
+                    ready = (
+                        0
+                        if found.state == Fallback.CHANGED or (drifted and not found.survivors)
+                        else lengths[plan.first]
+                    )
+                    if plan.first != plan.second and drifted and not found.flat and found.survivors > plan.limit:
+                        later.append(number)
+                    else:
+                        keep(found, number, i, scratch)
+                again(i, later, ready, scratch)
+
+        def again(i: int, numbers: list[int], ready: int, scratch: kernels.Scratch) -> int:
+            """The same with the second preview."""
+            for number in numbers:
+                found = ask(arrays, longer[number], x[i], coded[i], scratch, *room(number, i), ready)
+                ready = lengths[plans[number].second]
+                keep(found, number, i, scratch)
+            return ready
+
+        threads = min(get_num_threads(), len(queries))
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            try:
+                for done in [pool.submit(work) for _ in range(threads)]:
+                    done.result()
+            finally:  # of an interrupt: the others end, too
+                deque(left, maxlen=0)
 
     def settings(self) -> list[dict[str, int]]:
         return [{"first": number, "second": number} for number in range(self.previews)]
@@ -251,6 +341,34 @@ def cheapest(
                     least = mean
                     best = start._replace(first=first, second=second, limit=float(limit), width=max(width, other))
     return best
+
+
+def _trial(answers: Tensor, rows: Any, logits: Any, above: Any) -> Trial:
+    """What calibration knows of answers by one plan, from what the kernel says of each."""
+    fallback, log_z, half, coordinates, bytes_read, scale, survivors, _, signal, toward, flat = answers.unbind(-1)
+    return Trial(
+        fallback.long(),
+        torch.from_numpy(rows),
+        torch.from_numpy(logits),
+        log_z,
+        half,
+        coordinates.long(),
+        bytes_read.long(),
+        scale,
+        survivors.long(),
+        signal,
+        toward,
+        flat,
+        None if above is None else torch.from_numpy(above),
+    )
+
+
+def _without_second(plan: kernels.Plan) -> kernels.Plan:
+    """The same with queries that would need a second preview told by their survivors, as drifted."""
+    if plan.first == plan.second:
+        return plan
+    usual = plan.usual._replace(survivors=min(plan.limit, plan.usual.survivors))
+    return plan._replace(second=plan.first, usual=usual)
 
 
 @functools.lru_cache

@@ -53,10 +53,14 @@ class Cascade(Engine):
     def solve(self, x: Tensor, fit: Any, k: int) -> Answer:
         """Answer queries (..., d) by a calibration for this k or more."""
 
+    def announce(self, progress: ProgressCallback) -> None:
+        """Say that the first trial will take long, where it will."""
+
     @abstractmethod
-    def trial(self, queries: Tensor, fit: Any, *, half_width: float | None = None) -> Trial:
-        """Answer scaled queries (batch, d), with all that calibration needs to know; the half-width of log Z to reach
-        is what eps says unless it is an argument.
+    def trials(self, queries: Tensor, fits: Sequence[Any], *, half_width: float | None = None) -> list[Trial]:
+        """Answer scaled queries (batch, d) by each of several calibrations, with all that choosing needs to know.
+
+        The half-width of log Z to reach is what eps says unless it is an argument.
         """
 
     @abstractmethod
@@ -188,12 +192,15 @@ class Cascade(Engine):
     ) -> list[Any]:
         self.notice_changes()
         layer, enough = self.layer, len(queries) >= calibration.needed(promise.delta)
-        scaled, made = layer.scaled(queries, "queries"), []
+        queries = calibration.draw(queries, promise.delta, len(self.layer.weight), generator, progress)
+        scaled, made = layer.scaled(queries, "queries"), list[Any]()
+        if not ks:
+            return made
+        share = partial(_share, progress, calibration.TRUTH * len(ks))
+        exact = calibration.truth(layer.reader, scaled, layer.scaled_bias(), max(ks), share)
         for k in ks:
-            exact = calibration.truth(layer.reader, scaled, layer.scaled_bias(), k)
-            fit = calibration.calibrate(
-                self, scaled, exact, self.start(k, promise, len(queries)), generator=generator, progress=progress
-            )
+            start = self.start(k, promise, len(queries))
+            fit = calibration.calibrate(self, scaled, exact.top(k), start, progress=progress)
             exactly = partial(self._exact.topk, k=k, promise=promise)
             fit = fit._replace(batch=calibration.measured_batch(partial(self.solve, fit=fit, k=k), exactly, queries))
             if not math.isfinite(fit.width) and enough:
@@ -222,10 +229,13 @@ class Cascade(Engine):
             progress("nothing to calibrate", 1.0)
             return None
         self.notice_changes()
+        enough = len(queries) >= calibration.needed(promise.delta)
+        queries = calibration.draw(queries, promise.delta, len(self.layer.weight), generator, progress)
         scaled = self.layer.scaled(queries, "queries")
         exact = calibration.above_level(self.layer.blocks(scaled), level)
+        progress("exact answers", calibration.TRUTH)
         start = self.start(0, promise, len(queries))._replace(level=level)
-        fit = calibration.calibrate(self, scaled, exact, start, generator=generator, progress=progress)
+        fit = calibration.calibrate(self, scaled, exact, start, progress=progress)
 
         def ask(x: Tensor) -> object:
             return self.solve_above(self.layer.scaled(x), fit, level)
@@ -235,7 +245,7 @@ class Cascade(Engine):
 
         if math.isfinite(fit.width):
             fit = fit._replace(batch=calibration.measured_batch(ask, exactly, queries))
-        elif len(queries) >= calibration.needed(promise.delta):
+        elif enough:
             warnings.warn(
                 f"queries: no width of margins finds all rows above {level:g} from a part of the weight: "
                 "every answer will be exact",
@@ -307,6 +317,11 @@ class Cascade(Engine):
         if fitted_to is not None:
             engine._seen = ()
         return engine
+
+
+def _share(progress: ProgressCallback, share: float, what: str, done: float) -> None:
+    """Progress of a part of the work."""
+    progress(what, done * share)
 
 
 def complete(found: RowsAbove, queries: Tensor, layer: Layer, scaled: Tensor, threshold: float) -> RowsAbove:

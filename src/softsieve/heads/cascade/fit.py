@@ -28,7 +28,7 @@ class CascadeCalibration(NamedTuple):
     k: int  # softmax values that it is for; 0: log Z
     eps: float  # relative error of a probability that it is for
     delta: float  # chance of a wrong answer that it is for
-    queries: int  # how many there were
+    queries: int  # how many were used
     right: float  # the share of answers that were right with this width, over the queries that decided on it
     read: float  # the share of the weight's bytes that these read
     first: int  # the number of the preview

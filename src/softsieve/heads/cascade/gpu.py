@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,12 @@ class GpuCascade(Cascade):
 
     # -- calibration ---------------------------------------------------------------------------------------------------
 
-    def trial(self, queries: Tensor, fit: GpuCascadeCalibration, *, half_width: float | None = None) -> Trial:
+    def trials(
+        self, queries: Tensor, fits: Sequence[GpuCascadeCalibration], *, half_width: float | None = None
+    ) -> list[Trial]:
+        return [self._trial(queries, fit, half_width) for fit in fits]
+
+    def _trial(self, queries: Tensor, fit: GpuCascadeCalibration, half_width: float | None) -> Trial:
         plan, counter = self.plan(fit, half_width), self._zeros()
         parts = [self._ask(plan, some, 1.0, counter) for some in torch.split(queries, BATCH)]
         fields = self._kernels.fields(*map(torch.cat, zip(*parts, strict=True)))
