@@ -166,7 +166,7 @@ def test_more_memory_rounds_the_gradient_of_the_weight_less_often(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums over groups of rows are rounded to 16 bits once for each group."""
-    monkeypatch.setattr(linear, "ROWS", 1 << 12)
+    monkeypatch.setattr(linear, "ROWS", 1 << 10)  # 20 groups
     dtype = torch.bfloat16 if backend == "torch" else torch.float16  # the interpreter is wrong for bf16
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(dtype).requires_grad_() for n in (200, 40))
@@ -175,11 +175,11 @@ def test_more_memory_rounds_the_gradient_of_the_weight_less_often(
     loss = reference.linear_as_cross_entropy(wide[0], wide[1], target, delta=1.0, reduction="sum")
     (truth,) = torch.autograd.grad(loss, wide[1])
     errors = []
-    for memory in (None, 100 * MEMORY):
+    for memory in (None, 10**11):
         ours = linear_as_cross_entropy(
             hidden, weight, target, delta=1.0, reduction="sum", backend=backend, memory=memory
         )
         (grad,) = torch.autograd.grad(ours, weight)
         errors.append(float((grad.double() - truth).norm() / truth.norm()))
-    assert errors[1] < 0.85 * errors[0]
+    assert errors[1] < 0.75 * errors[0]
     assert errors[1] < torch.finfo(dtype).eps / 2
