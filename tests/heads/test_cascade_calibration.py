@@ -601,7 +601,11 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cascade_calibration, "_seconds", seconds)
     for count in (3, 200):
         x = torch.zeros(count, 2)
-        assert cascade_calibration.measured_batch(lambda x: cost * len(x), lambda x: 10.0, x) == expected
+        known: dict[int, float] = {}
+        assert cascade_calibration.measured_batch(lambda x: cost * len(x), lambda x: 10.0, x, known) == expected
+        assert len(known) == {8: 2, 64: 1, 0: 1, 1: 2}[expected]  # where the time of one query does not tell
+        again = cascade_calibration.measured_batch(lambda x: cost * len(x), lambda x: pytest.fail("known"), x, known)
+        assert again == expected
     assert set(sizes) <= set(cascade_calibration.BATCHES)
 
 

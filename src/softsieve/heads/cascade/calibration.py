@@ -35,7 +35,7 @@ ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as t
 ROUNDING = 1e-5  # of `sizes`, that upper ends may be exceeded by
 ENVELOPE_QUERIES = 700  # that are tried with, at most: one of them may be wrong for 1 %
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_REPEATS = 5
+_REPEATS = 3
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _PREVIEWED = 1 << 23  # rows of all queries together, at most, that previews are chosen with
 _FEW = 64  # queries that previews are chosen with, however many rows there are
@@ -407,10 +407,13 @@ def envelope(engine: Cascade, queries: Tensor, logits: Callable[[Tensor], Tensor
     return fit
 
 
-def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
+def measured_batch(
+    ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor, seconds: dict[int, float]
+) -> int:
     """Up to how many queries at a time ``ask`` is faster than ``exact``; 0 if never.
 
-    A batch takes ``exact`` no less time than a smaller one did, so it is measured where that does not tell.
+    A batch takes ``exact`` no less time than a smaller one did, so it is measured where that does not tell. What was
+    measured goes to ``seconds``, by the size of a batch: for another k it is the same but for a moment.
     """
     best, known = 0, 0.0
     for batch in BATCHES:
@@ -418,7 +421,9 @@ def measured_batch(ask: Callable[[Tensor], object], exact: Callable[[Tensor], ob
         queries = [x[some] for some in torch.split(places, batch)]  # other ones each time: some take longer
         taken = _seconds(ask, queries)
         if taken > known:
-            known = _seconds(exact, queries)
+            if batch not in seconds:
+                seconds[batch] = _seconds(exact, queries)
+            known = seconds[batch]
             if taken > known:
                 break
         best = batch

@@ -196,13 +196,15 @@ class Cascade(Engine):
         scaled, made = layer.scaled(queries, "queries"), list[Any]()
         if not ks:
             return made
+        seconds: dict[int, float] = {}  # of exact answers, by the size of a batch
         share = partial(_share, progress, calibration.TRUTH * len(ks))
         exact = calibration.truth(layer.reader, scaled, layer.scaled_bias(), max(ks), share)
         for k in ks:
             start = self.start(k, promise, len(queries))
             fit = calibration.calibrate(self, scaled, exact.top(k), start, progress=progress)
             exactly = partial(self._exact.topk, k=k, promise=promise)
-            fit = fit._replace(batch=calibration.measured_batch(partial(self.solve, fit=fit, k=k), exactly, queries))
+            solve = partial(self.solve, fit=fit, k=k)
+            fit = fit._replace(batch=calibration.measured_batch(solve, exactly, queries, seconds))
             if not math.isfinite(fit.width) and enough:
                 warnings.warn(
                     f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
@@ -244,7 +246,7 @@ class Cascade(Engine):
             return self.layer.above(self.layer.scaled(x), level)
 
         if math.isfinite(fit.width):
-            fit = fit._replace(batch=calibration.measured_batch(ask, exactly, queries))
+            fit = fit._replace(batch=calibration.measured_batch(ask, exactly, queries, {}))
         elif enough:
             warnings.warn(
                 f"queries: no width of margins finds all rows above {level:g} from a part of the weight: "
