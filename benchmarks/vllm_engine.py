@@ -132,7 +132,9 @@ class Engine:
         _tracked[:] = [batch]
         try:
             if not exactly:
-                self.layer.adaptive.serving = self.serving._replace(batches=dict.fromkeys(self.serving.batches, 1))
+                self.layer.adaptive.serving = self.serving._replace(
+                    batches=dict.fromkeys(self.serving.batches, 1), pace=None
+                )
             with self.exactly() if exactly else nullcontext():
                 found: Tensor = self.layer(self.lm_head, state)
                 return found.float()

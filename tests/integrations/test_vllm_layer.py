@@ -21,6 +21,7 @@ from softsieve.integrations.vllm import index_folder, layer, tracker
 from softsieve.integrations.vllm.answers import spread, spread_on_device
 from softsieve.integrations.vllm.index_folder import Description
 from softsieve.integrations.vllm.layer import Adaptive, Site, adaptive_layer
+from softsieve.integrations.vllm.pace import Pace
 from softsieve.integrations.vllm.requests import Entry, Need, Reason
 
 ROWS, PADDED, COLUMNS = 4000, 4032, 64
@@ -353,15 +354,15 @@ def test_the_crossover_is_measured_where_it_serves(
 ) -> None:
     asked: list[int] = []
 
-    def measure(own: Any, rival: Any, states: Tensor, *, agree: Any, now: Any) -> int:
+    def measure(own: Any, rival: Any, states: Tensor, *, agree: Any, now: Any) -> Any:
         assert now() <= now()
         assert torch.equal(rival(states[:1]), exact(head, states[:1]).float())
         assert own(states[:1]).shape == (1, ROWS)
         assert agree(True)
         asked.append(len(states))
-        return 2
+        return {1: (0.0, 1.0), 2: (0.0, 1.0), 4: (2.0, 1.0)}
 
-    monkeypatch.setattr(layer, "measure_crossover", measure)
+    monkeypatch.setattr(layer, "measure_times", measure)
     made, head = make(batch=None), make_head(weight)
     batch(*[Need(1)] * 3)
     x = make_states(3, 13)
@@ -372,6 +373,35 @@ def test_the_crossover_is_measured_where_it_serves(
     assert asked == [128, 128]
     batch(*[Need(1)] * 2)
     assert made(head, x[:2]).dtype == torch.float32
+
+
+def test_a_head_that_is_slower_than_it_was_at_the_start_is_left(make: Make, weight: Tensor, batch: Any) -> None:
+    made, head, x = make(batch=None), make_head(weight), make_states(2, 13)
+    batch(*[Need(1)] * 2)
+    made(head, x)
+    own = adaptive(made)
+    assert own.serving is not None
+    pace = Pace({4: {2: (1e-9, 10.0)}})
+    own.serving = own.serving._replace(pace=pace, batches={4: 2})
+    answers = own.counters.values()[0]
+    made(head, x)
+    assert own.counters.values()[0] == answers + 2
+    assert pace._times[4][2][0] > 1e-6  # its time was noted
+    for _ in range(200):
+        pace.answered(4, 2, 20.0)
+    assert torch.equal(made(head, x), exact(head, x))
+    assert pace._times[4][2][1] < 10  # the exact head's, too
+    assert own.counters.exact()["batch"] >= 2
+
+
+def test_a_head_that_was_slower_is_tried_again_more_and_more_seldom() -> None:
+    pace = Pace({1: {1: (2.0, 1.0)}})
+    tried = [step for step in range(20_000) if pace.adaptive(1, 1)]
+    gaps = [after - before for before, after in zip([-1, *tried], tried, strict=False)]
+    assert gaps[:8] == [64, 128, 256, 512, 1024, 2048, 4096, 4096]
+    for _ in range(200):
+        pace.answered(1, 1, 0.5)
+    assert pace.adaptive(1, 1)
 
 
 def test_drifted_states_are_answered_exactly_counted_and_told(

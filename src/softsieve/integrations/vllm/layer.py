@@ -23,7 +23,8 @@ from softsieve.integrations.distributed import Ranks, ShardedAdaptiveSoftmax
 from softsieve.integrations.plain_layer import describe_instead
 from softsieve.integrations.vllm import counters, index_folder
 from softsieve.integrations.vllm.answers import spread
-from softsieve.integrations.vllm.crossover import STATES, measure_crossover
+from softsieve.integrations.vllm.crossover import STATES, Times, crossover, measure_times
+from softsieve.integrations.vllm.pace import Pace
 from softsieve.integrations.vllm.requests import Need, Reason
 from softsieve.integrations.vllm.threads import bind_threads
 from softsieve.integrations.vllm.tracker import current_batch
@@ -54,13 +55,15 @@ class Serving(NamedTuple):
     rows: int  # of the whole vocabulary
     dtype: torch.dtype  # of the exact head's logits
     batches: dict[int, int]  # by k, rising: up to how many queries at a time it is faster
+    pace: Pace | None = None  # what both heads take while they serve, where one process may decide by it
 
     def serves(self, k: int, batch: int) -> tuple[int, Reason | None]:
         """The calibrated k to ask with, and why not to ask."""
         calibrated = next((one for one in self.batches if one >= k), None)
         if calibrated is None:
             return 0, Reason.TOP_K
-        return calibrated, None if batch <= self.batches[calibrated] else Reason.BATCH
+        faster = batch <= self.batches[calibrated] if self.pace is None else self.pace.adaptive(calibrated, batch)
+        return calibrated, None if faster else Reason.BATCH
 
 
 class Adaptive:
@@ -78,13 +81,29 @@ class Adaptive:
         self.counters = counters.Counters(None)
         self._prepared = False
         self._answered = self._drifted = self._steps = 0
+        self._slower = 0  # the k for which the exact head answers this step because it is faster
         self._pending: Tensor | None = None  # answers, bytes and fallbacks that a device has yet to be asked for
 
     def logits(self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any) -> Tensor | None:
         """Logits (batch, rows) of a step; None when the exact head is to answer."""
-        k = self._ask(layer, lm_head, hidden, bias, exact)
+        k, start = self._ask(layer, lm_head, hidden, bias, exact), time.perf_counter()
         answer = self._topk(lm_head, hidden, k) if k else None
-        return None if answer is None or self.serving is None else spread(answer, self.serving.rows, self.serving.dtype)
+        if answer is None or self.serving is None:
+            return None
+        logits = spread(answer, self.serving.rows, self.serving.dtype)
+        if self.serving.pace is not None:
+            self.serving.pace.answered(k, len(hidden), time.perf_counter() - start)
+        return logits
+
+    def exactly(self, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+        """What the exact head computes; timed, if it is because it is faster."""
+        pace, k = None if self.serving is None else self.serving.pace, self._slower
+        if pace is None or not k:
+            return compute(hidden)
+        start = time.perf_counter()
+        logits = compute(hidden)
+        pace.computed(k, len(hidden), time.perf_counter() - start)
+        return logits
 
     def top_tokens(self, layer: Any, lm_head: Any, hidden: Tensor, bias: Tensor | None, exact: Any) -> Tensor | None:
         """The tokens (batch,) with the largest logits, for drafts; None when the exact head is to answer."""
@@ -99,6 +118,7 @@ class Adaptive:
         if not self._prepared:
             self._prepared = True
             self._prepare(layer, lm_head, bias, exact)
+        self._slower = 0
         if self.serving is None or not len(hidden):
             return 0
         if need is None:
@@ -106,6 +126,7 @@ class Adaptive:
         k, reason = (0, need.reason) if need.reason is not None else self.serving.serves(need.k, len(hidden))
         if reason is not None:
             self.counters.add_exact(reason, len(hidden))
+            self._slower = k if reason is Reason.BATCH else 0
             return 0
         return k
 
@@ -245,13 +266,15 @@ class Adaptive:
         states = ranks.together(check)
         dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
         serving = Serving(head, lm_head.weight, description.rows, dtype, {})
-        for k in description.ks:
-            own = self.site.batch
-            serving.batches[k] = self._crossover(serving, k, exact, states, ranks) if own is None else own
-        return serving, folder
+        if self.site.batch is not None:
+            return serving._replace(batches=dict.fromkeys(description.ks, self.site.batch)), folder
+        times = {k: self._times(serving, k, exact, states, ranks) for k in description.ks}
+        batches = {k: ranks.tell(crossover(own))[0] for k, own in times.items()}
+        alone = ranks.count == 1 and device.type == "cpu"  # several would not decide alike; a device is not waited for
+        return serving._replace(batches=batches, pace=Pace(times) if alone else None), folder
 
     @staticmethod
-    def _crossover(serving: Serving, k: int, exact: Any, states: Tensor, ranks: Ranks) -> int:
+    def _times(serving: Serving, k: int, exact: Any, states: Tensor, ranks: Ranks) -> Times:
         def adaptive(x: Tensor) -> Tensor:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DriftWarning)
@@ -267,7 +290,7 @@ class Adaptive:
             return time.perf_counter()
 
         agree: Callable[[bool], bool] = lambda faster: bool(ranks.tell(faster)[0])  # noqa: E731
-        return measure_crossover(adaptive, exactly, states, agree=agree, now=now)
+        return measure_times(adaptive, exactly, states, agree=agree, now=now)
 
 
 def _part(bias: Tensor | None, rows: int) -> Tensor | None:
@@ -322,7 +345,9 @@ def adaptive_layer(base: type, site: Callable[[], Site]) -> type:
             logits: Tensor | None = None
             if adaptive is not None and not skip_gather and not getattr(self, "logits_as_input", False):
                 logits = adaptive.logits(self, lm_head, hidden_states, embedding_bias, exact)
-            return exact(hidden_states) if logits is None else logits
+            if logits is None:
+                logits = exact(hidden_states) if adaptive is None else adaptive.exactly(exact, hidden_states)
+            return logits
 
         def get_top_tokens(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
             def exact(x: Tensor) -> Any:
