@@ -623,6 +623,52 @@ def vllm(
     _write(console, out, "vllm", settings, results)
 
 
+@app.command()
+def calibration(
+    shape: Annotated[list[str], typer.Option(help="ROWSxSIZE; several")] = ["151936x1536", "262144x640"],  # noqa: B006
+    rank: Annotated[int, typer.Option(min=1, help="effective rank of hidden states")] = 64,
+    k: Annotated[list[int], typer.Option(min=1, help="that are calibrated in one call; several")] = [1, 8],  # noqa: B006
+    delta: Delta = 0.01,
+    queries: Annotated[int, typer.Option(min=2, help="to calibrate with, and as many others to build with")] = 10_000,
+    test_queries: Annotated[int, typer.Option(min=1, help="other queries to test with")] = 1000,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Record = None,
+) -> None:
+    """Seconds to build, calibrate and open a made-up head, and how often it is right then."""
+    from benchmarks import calibration as suite
+
+    sizes = [_sizes(one, "151936x1536") for one in shape]
+    check_promise(0.3, [delta])
+    set_threads(threads)
+    console = Console(soft_wrap=True, highlight=False)
+    chosen: dict[str, Any] = {"rank": rank, "ks": k, "delta": delta, "queries": queries, "seed": seed}
+    results = []
+    with console.status("compiling") as status, one_line():
+        compiled = suite.compile_kernels(k)
+        for n, d in sizes:
+            one = suite.measure(n, d, **chosen, test=test_queries, say=lambda what: status.update(what))
+            results.append(one)
+
+    def shares(name: str) -> Callable[[Any], str]:
+        return lambda r: ", ".join(f"{number}: {value:.2%}" for number, value in getattr(r, name).items())
+
+    columns: Columns = {
+        "head": lambda r: f"{r.n} x {r.d}",
+        "used": lambda r: f"{r.used} of {r.queries}",
+        "build s": lambda r: f"{r.build_s:.1f}",
+        "calibrate s": lambda r: f"{r.calibrate_s:.1f}",
+        "together": lambda r: f"{r.whole_s:.1f}",
+        "open s": lambda r: f"{r.open_s:.2f}",
+        "right, by k": shares("right"),
+        "read, by k": shares("read"),
+    }
+    console.print(table(results, columns, title=f"calibration with {queries} queries, delta {delta:g}"))
+    console.print(f"compiling took {compiled:.1f} s; next to nothing where it was done before")
+    settings = {**chosen, "test_queries": test_queries, "threads": torch.get_num_threads(), "compile_s": compiled}
+    _write(console, out, "calibration", settings, results)
+
+
 @app.command("vllm-load")
 def vllm_load(
     model: Annotated[Path, typer.Option(help="folder of a model with its index beside it")],
