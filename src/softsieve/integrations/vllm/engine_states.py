@@ -25,9 +25,10 @@ TOKENS, STATES = "tokens", "states"  # tensors of the files between the processe
 def collect(
     model: str, tokens: Tensor, *, count: int, window: int, first: int | None, dtype: torch.dtype, seed: int = 0
 ) -> Tensor:
-    """Hidden states (count, d) of the tokens that an engine writes, as it samples by default.
+    """Hidden states (count, d) of the tokens that an engine writes, as it samples by default, in random order.
 
-    It is given pieces of a text of half a window each, and fills the windows up.
+    It is given pieces of a text of half a window each, and fills the windows up. All of them grow at the same time, so
+    in their own order the last states would be those of the ends of windows alone.
 
     Args:
         tokens: of the text, ``count`` or more.
@@ -85,7 +86,8 @@ def _write(model: str, tokens: Tensor, *, count: int, window: int, first: int | 
     params = engine.get_default_sampling_params()
     params.max_tokens, params.ignore_eos, params.detokenize = written, True, False
     engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return torch.cat(states)[:count]
+    found = torch.cat(states)
+    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]]
 
 
 if __name__ == "__main__":
