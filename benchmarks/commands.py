@@ -677,6 +677,9 @@ def vllm_load(
     seconds: Annotated[float, typer.Option(min=1, help="for which they go on asking")] = 600.0,
     tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 32,
+    adaptive: Annotated[
+        bool, typer.Option(help="only what the adaptive head can answer, and it does at any batch size")
+    ] = False,
     out: Record = None,
 ) -> None:
     """vLLM's server with the adaptive head: clients for some minutes, then killed and started again."""
@@ -685,7 +688,7 @@ def vllm_load(
     console = Console(soft_wrap=True, highlight=False)
     with one_line():
         prompts = _prompts(model, None, text, 32, prompt_tokens)
-        result = suite.measure(model, prompts, clients=clients, seconds=seconds, tokens=tokens)
+        result = suite.measure(model, prompts, clients=clients, seconds=seconds, tokens=tokens, adaptive=adaptive)
     for name, value in result._asdict().items():
         console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
     _write(console, out, "vllm-load", {"model": model.name, "prompt_tokens": prompt_tokens, "tokens": tokens}, [result])

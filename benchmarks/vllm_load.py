@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 
 from softsieve.errors import InputError
 
-KINDS: tuple[dict[str, Any], ...] = (
+ADAPTIVE: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0, "logprobs": 5},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    *ADAPTIVE,
     {"temperature": 1.0},
     {"temperature": 0, "frequency_penalty": 0.5},
     {"temperature": 0, "stream": False, "min_tokens": 4},
@@ -47,13 +50,19 @@ class Result(NamedTuple):
     restarted: bool  # killed and started again, the engine found its index
 
 
-def measure(model: Path, prompts: Sequence[Sequence[int]], *, clients: int, seconds: float, tokens: int) -> Result:
-    """Start a server, ask, kill it, start another one and ask once more."""
-    with serving(model) as server:
-        outcomes = _load(server, prompts, clients=clients, seconds=seconds, tokens=tokens)
+def measure(
+    model: Path, prompts: Sequence[Sequence[int]], *, clients: int, seconds: float, tokens: int, adaptive: bool
+) -> Result:
+    """Start a server, ask, kill it, start another one and ask once more.
+
+    If ``adaptive``, for what the adaptive head can answer alone, and it answers, even where the exact one is faster.
+    """
+    with serving(model, adaptive=adaptive) as server:
+        kinds = ADAPTIVE if adaptive else KINDS
+        outcomes = _load(server, prompts, kinds, clients=clients, seconds=seconds, tokens=tokens)
         counted = server.counted()
         server.kill()
-    with serving(model) as server:
+    with serving(model, adaptive=adaptive) as server:
         server.ask({"prompt": list(prompts[0]), "max_tokens": tokens, "temperature": 0, "ignore_eos": True})
         restarted = sum(server.counted().values()) > 0  # an engine without its index counts nothing
     asked, answered, taken, memory, elapsed = outcomes
@@ -108,7 +117,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[Server]:
+def serving(model: Path, *, adaptive: bool) -> Iterator[Server]:
     """A server of vLLM that is strict about its index."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -116,7 +125,7 @@ def serving(model: Path) -> Iterator[Server]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20),
-        "--additional-config", json.dumps({"softsieve": {"strict": True}}),
+        "--additional-config", json.dumps({"softsieve": {"strict": True, **({"batch": 64} if adaptive else {})}}),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     server = Server(process, f"http://127.0.0.1:{port}", model)
@@ -139,7 +148,13 @@ def serving(model: Path) -> Iterator[Server]:
 
 
 def _load(
-    server: Server, prompts: Sequence[Sequence[int]], *, clients: int, seconds: float, tokens: int
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    kinds: Sequence[dict[str, Any]],
+    *,
+    clients: int,
+    seconds: float,
+    tokens: int,
 ) -> tuple[int, int, int, list[float], float]:
     """Requests, whole answers, tokens, memory over time, and seconds until the last answer."""
     outcomes: list[int] = []  # tokens that were missing, of each request
@@ -148,7 +163,7 @@ def _load(
     def client(number: int) -> None:
         draw = random.Random(number)
         while time.perf_counter() - start < seconds:
-            kind, prompt = draw.choice(KINDS), list(draw.choice(prompts))
+            kind, prompt = draw.choice(kinds), list(draw.choice(prompts))
             try:
                 answer = server.ask({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **kind})
                 missing = tokens - int(answer["usage"]["completion_tokens"])
