@@ -151,6 +151,15 @@ def _rivals() -> None:
         raise Wrong("faiss: expected one neighbour a query")
 
 
+def _quantised() -> None:
+    import gguf
+    import torchao  # noqa: F401
+
+    codes = gguf.quantize(_numbers(2, 32).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    if gguf.dequantize(codes, gguf.GGMLQuantizationType.Q8_0).shape != (2, 32):
+        raise Wrong("gguf: expected as many numbers as it was given")
+
+
 def _export() -> None:
     import numpy as np
     import onnxruntime
@@ -335,6 +344,7 @@ PACKAGES: dict[str, Callable[[], str]] = {
     "train": partial(extra, "train", _train),
     "lightning": partial(extra, "lightning", partial(import_module, "softsieve.integrations.lightning")),
     "rivals": partial(extra, "rivals", _rivals),
+    "quantised": partial(extra, "quantised", _quantised),
     "export": partial(extra, "export", _export),
     "serve": partial(extra, "serve", _serve),
     "report": partial(extra, "report", _report),

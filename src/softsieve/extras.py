@@ -28,7 +28,7 @@ EXTRAS = {
     ),
     "lightning": _extra("callbacks for Lightning", "lightning"),
     "rivals": _extra("sparsemax and entmax-1.5, indexes of faiss to compare with", "entmax faiss-cpu"),
-    "quantised": _extra("output layers of GGUF files; weights that torchao quantises, to compare with", "gguf torchao"),
+    "quantised": _extra("quantised output layers: GGUF files, torchao", "gguf torchao"),
     "export": _extra("models as ONNX files", "onnx onnxruntime onnxscript"),
     "serve": _extra("softsieve serve: a trained model behind HTTP", "fastapi uvicorn"),
     "report": _extra("reports to look at in a browser", "jinja2 plotly"),

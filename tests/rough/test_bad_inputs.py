@@ -30,6 +30,7 @@ import as_sm
 import softsieve
 import softsieve.reference
 from softsieve import AdaptiveSoftmax, ASSpeed, DeltaSchedule, HeadAdamW, HeadSGD, SieveLinear, SolvedSampler
+from softsieve.heads import QuantisedWeight
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from softsieve.losses import make_objective
 from softsieve.losses.objectives import MULTI_LABEL, SINGLE_LABEL
@@ -381,6 +382,7 @@ for _method in ("exact", "coordinates", "cascade"):
             _ask(_method, "log_partition"), _query, _asking, raises=_uncalibrated
         ),
         f"AdaptiveSoftmax.logits, {_method}": Entry(_ask(_method, "logits"), _query, {"x": "tensor"}),
+        f"AdaptiveSoftmax.exact_logits, {_method}": Entry(_ask(_method, "exact_logits"), _query, {"x": "tensor"}),
         f"AdaptiveSoftmax.above, {_method}": Entry(
             _ask(_method, "above"), _query, {"x": "tensor", "threshold": "number"}, raises=_uncalibrated
         ),
@@ -614,6 +616,11 @@ ENTRIES: dict[str, Entry] = {
         lambda state: SelectiveBackpropSampler(N).load_state_dict(state),
         lambda: {"state": SelectiveBackpropSampler(N).state_dict()},
         {"state": "mapping"},
+    ),
+    "QuantisedWeight": Entry(
+        QuantisedWeight,
+        lambda: {"codes": torch.ones(N, D, dtype=torch.int8), "scales": _made(N, 1), "minimums": _made(N, 1)},
+        {"codes": "tensor", "scales": "tensor", "minimums": "tensor"},
     ),
     "AdaptiveSoftmax": Entry(
         lambda x, **args: AdaptiveSoftmax(**args).logits(x),

@@ -171,8 +171,8 @@ def _check(codes: Tensor, scales: Tensor, minimums: Tensor | None, levels: Tenso
     for name, part in {"scales": scales, **({} if minimums is None else {"minimums": minimums})}.items():
         if _checks.tensor(name, part).dtype not in _SCALES:
             raise TypeError(f"{name}: expected float16, bfloat16 or float32, found {part.dtype}")
-        groups = part.shape[1] if part.ndim == 2 else 0
-        if len(part) != len(codes) or not groups or size % (groups * (2 if packed else 1)):
+        rows, groups = part.shape if part.ndim == 2 else (0, 0)
+        if rows != len(codes) or not groups or size % (groups * (2 if packed else 1)):
             even = " of even size" if packed else ""
             raise ValueError(
                 f"{name}: expected {len(codes)} rows of as many as divide {size} into groups{even}, "

@@ -99,13 +99,7 @@ def build_index(
         )
     if not wanted:
         raise InputError("k: expected some, found none")
-    if out is None:
-        if not Path(model).is_dir():
-            raise InputError(f"out: expected a folder for the index of {model}, which is none itself, found none")
-        out = Path(model, BESIDE)
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: expected a folder, found a file")
-    check_writable(out / FILE)
+    out = _place(model, out)
     content = read_text(text)
     tokenizer = hidden_states.load_tokenizer(model)
     tokens = hidden_states.tokens_of(tokenizer, content, count=count, place=str(text))
@@ -124,6 +118,18 @@ def build_index(
         raise InputError(f"model {model}: expected logits of a linear layer, found soft-capped ones")
     place = torch.device(device)
     return _shards(head, states, out, wanted, eps, delta, ranks, place, seed, first, progress, say)
+
+
+def _place(model: str, out: Path | None) -> Path:
+    """The folder of the index, which can be written to."""
+    if out is None:
+        if not Path(model).is_dir():
+            raise InputError(f"out: expected a folder for the index of {model}, which is none itself, found none")
+        out = Path(model, BESIDE)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: expected a folder, found a file")
+    check_writable(out / FILE)
+    return out
 
 
 def _own_dtype(model: str) -> torch.dtype:
