@@ -255,7 +255,7 @@ def test_without_extras_everything_of_the_core_works_and_the_rest_says_what_it_n
     found = json.loads(_fine(core.softsieve("doctor", "--json")))
     assert found["sound"] is True
     assert {one["name"]: one["state"] for one in found["extras"]} == dict.fromkeys(
-        ("train", "lightning", "rivals", "report", "export", "serve"), "not here"
+        ("train", "lightning", "rivals", "quantised", "report", "export", "serve"), "not here"
     )
 
 
