@@ -691,4 +691,5 @@ def vllm_load(
         result = suite.measure(model, prompts, clients=clients, seconds=seconds, tokens=tokens, adaptive=adaptive)
     for name, value in result._asdict().items():
         console.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    _write(console, out, "vllm-load", {"model": model.name, "prompt_tokens": prompt_tokens, "tokens": tokens}, [result])
+    settings = {"model": model.name, "prompt_tokens": prompt_tokens, "tokens": tokens, "adaptive": adaptive}
+    _write(console, out, "vllm-load", settings, [result])
