@@ -10,6 +10,7 @@ import typer
 
 from experiments import training_commands
 from experiments.command_parts import results_option, say
+from experiments.draft_commands import drafts
 from experiments.item_commands import next_item
 from experiments.lm_commands import lm_finetune
 from softsieve._progress import ProgressCallback
@@ -264,5 +265,5 @@ def perplexity(
     say(out, shown, more=[".json"])
 
 
-for command in (*training_commands.COMMANDS, next_item, lm_finetune):
+for command in (*training_commands.COMMANDS, next_item, lm_finetune, drafts):
     app.command(command.__name__.replace("_", "-"))(command)

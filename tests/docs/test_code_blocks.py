@@ -49,6 +49,8 @@ ONLY_READ = {
     "results/multilabel.md": "a record: hours, Reuters and GoEmotions",
     "results/sighan15.md": "a record: hours, SIGHAN 2015",
     "results/skipping.md": "a record: hours, four data sets",
+    "results/skipping-cifar10.md": "a record: half an hour, CIFAR-10",
+    "results/skipping-more.md": "a record: three data sets",
     "results/skipping-times.md": "a record: three data sets",
     "results/sst5-minilm.md": "a record: a GPU, a pretrained encoder, SST-5",
     "results/sst5-mpnet.md": "a record: a GPU, a pretrained encoder, SST-5",
