@@ -21,6 +21,9 @@ from numba.extending import intrinsic
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
+TOGETHER = 256  # rows that a thread reads one after the other
+AHEAD = 4096  # bytes of rows that are prefetched before the one that is read: enough to wait for none of them
+_LINE = 64  # bytes of a cache line
 LOG2E = 1.4426950408889634
 
 _torch_threads = torch.get_num_threads()
@@ -149,6 +152,13 @@ def prefetch(typingctx: Any, array: Any, row: Any, byte: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen
+
+
+@jit_fast_stage
+def prefetch_row(matrix: Any, row: int, start: int, stop: int) -> None:
+    """Ask the memory for some bytes of a row, up to as many as are worth it; the processor sees by then what follows."""
+    for byte in range(start, min(stop, start + AHEAD), _LINE):
+        prefetch(matrix, np.intp(row), byte)
 
 
 @jit_fast

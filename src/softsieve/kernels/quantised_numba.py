@@ -14,9 +14,15 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from softsieve.kernels.base_numba import as_float, jit_fast_stage, jit_parallel_stage, jit_stage, prefetch
-
-ROWS_AHEAD = 2  # rows that are prefetched
+from softsieve.kernels.base_numba import (
+    AHEAD,
+    TOGETHER,
+    as_float,
+    jit_fast_stage,
+    jit_parallel_stage,
+    jit_stage,
+    prefetch_row,
+)
 
 
 class Quantised(NamedTuple):
@@ -79,16 +85,40 @@ def _group_sums(x: Any, groups: int) -> Any:
     return sums
 
 
+@jit_fast_stage
+def _some_plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
+    size = weight.shape[1] * weight.itemsize
+    ahead = max(1, AHEAD // size)
+    for r in range(rows.size):
+        if r + ahead < rows.size:
+            prefetch_row(weight, rows[r + ahead], 0, size)
+        out[r] = exact_row(weight[rows[r]], x)
+
+
 @jit_parallel_stage
 def _plain_rows(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
     if rows.size * x.size <= alone:
-        for r in range(rows.size):
-            if r + ROWS_AHEAD < rows.size:
-                prefetch(weight, np.intp(rows[r + ROWS_AHEAD]), 0)
-            out[r] = exact_row(weight[rows[r]], x)
+        _some_plain_rows(weight, x, rows, out)
     else:
-        for r in prange(rows.size):
-            out[r] = exact_row(weight[rows[r]], x)
+        for number in prange(-(-rows.size // TOGETHER)):
+            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
+            _some_plain_rows(weight, x, rows[some], out[some])
+
+
+@jit_fast_stage
+def _some_quantised_rows(
+    codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, sums: Any, rows: Any, out: Any
+) -> None:
+    size = codes.shape[1]
+    ahead = max(1, AHEAD // size)
+    for r in range(rows.size):
+        if r + ahead < rows.size:
+            prefetch_row(codes, rows[r + ahead], 0, size)
+            prefetch_row(scales, rows[r + ahead], 0, scales.shape[1] * scales.itemsize)
+        row, scale = codes[rows[r]], scales[rows[r]]
+        out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
+        if sums.size:
+            out[r] += exact_row(minimums[rows[r]], sums)
 
 
 @jit_parallel_stage
@@ -97,20 +127,11 @@ def _quantised_rows(
 ) -> None:
     sums = _group_sums(x, minimums.shape[1])
     if rows.size * x.size <= alone:
-        for r in range(rows.size):
-            if r + ROWS_AHEAD < rows.size:
-                prefetch(codes, np.intp(rows[r + ROWS_AHEAD]), 0)
-                prefetch(scales, np.intp(rows[r + ROWS_AHEAD]), 0)
-            row, scale = codes[rows[r]], scales[rows[r]]
-            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
-            if sums.size:
-                out[r] += exact_row(minimums[rows[r]], sums)
+        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, out)
     else:
-        for r in prange(rows.size):
-            row, scale = codes[rows[r]], scales[rows[r]]
-            out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
-            if sums.size:
-                out[r] += exact_row(minimums[rows[r]], sums)
+        for number in prange(-(-rows.size // TOGETHER)):
+            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
+            _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows[some], out[some])
 
 
 @jit_stage

@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from softsieve.kernels.base_numba import ALONE, jit_fast, jit_fast_stage, jit_parallel_stage, prefetch
+from softsieve.kernels.base_numba import (
+    AHEAD,
+    ALONE,
+    TOGETHER,
+    jit_fast,
+    jit_fast_stage,
+    jit_parallel_stage,
+    prefetch_row,
+)
 from softsieve.kernels.quantised_numba import exact_row, row_products
 
-RECORDS_AHEAD = 8  # records of codes that are prefetched
-LINE = 64  # bytes of a cache line
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
 
@@ -62,6 +68,18 @@ def _code_row(codes: Any, y: Any) -> Any:
     return total
 
 
+@jit_fast_stage
+def _add_some(records: Any, tier: int, part: Any, rows: Any, start: int, out: Any, spreads: Any) -> None:
+    stop = start + part.size
+    ahead = max(1, AHEAD // part.size)
+    for r in range(rows.size):
+        if r + ahead < rows.size:
+            prefetch_row(records, rows[r + ahead], start, stop)
+        record = records[rows[r]]
+        out[r] += _code_row(record[start:stop], part)
+        spreads[r] = np.float32(np.uint8(record[tier]))
+
+
 @jit_parallel_stage
 def add_codes(
     records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any, alone: int = ALONE
@@ -70,18 +88,11 @@ def add_codes(
 
     ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
     """
-    start, stop = SPREADS + low if low else 0, SPREADS + high
-    part = y[start:stop]
+    start = SPREADS + low if low else 0
+    part = y[start : SPREADS + high]
     if rows.size * (high - low) <= alone:
-        for r in range(rows.size):
-            if r + RECORDS_AHEAD < rows.size:
-                for byte in range(start, stop, LINE):
-                    prefetch(records, np.intp(rows[r + RECORDS_AHEAD]), byte)
-            record = records[rows[r]]
-            out[r] += _code_row(record[start:stop], part)
-            spreads[r] = np.float32(np.uint8(record[tier]))
+        _add_some(records, tier, part, rows, start, out, spreads)
     else:
-        for r in prange(rows.size):
-            record = records[rows[r]]
-            out[r] += _code_row(record[start:stop], part)
-            spreads[r] = np.float32(np.uint8(record[tier]))
+        for number in prange(-(-rows.size // TOGETHER)):
+            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
+            _add_some(records, tier, part, rows[some], start, out[some], spreads[some])
