@@ -21,7 +21,7 @@ from torch import Tensor
 
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.cpu import CpuCascade, raw_bits
-from softsieve.heads.cascade.index import SPREADS, build, lengths
+from softsieve.heads.cascade.index import SPREADS, build, lengths, long_previews
 from softsieve.heads.engine import Layer, Options
 from softsieve.kernels import base_numba
 from softsieve.kernels import cascade_numba as kernels
@@ -91,7 +91,7 @@ def test_threads_are_there_before_anything_is_called() -> None:
 def test_caches_notice_changes_of_any_module() -> None:
     """By itself numba compares a function's own file only, and goes on with the old code of what it calls."""
     sources = sorted(Path(base_numba.__file__).parent.glob("*numba*.py"))
-    assert len(sources) == 10
+    assert len(sources) == 11
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     for function in (kernels.ask, kernels.refine_survivors, rows_module.exact_rows, estimates_module.sum_exponentials):
         assert function._cache._cache_file._source_stamp[1] == digest
@@ -535,15 +535,17 @@ class Made(NamedTuple):
         scratch, kind = self.engine._scratch(), scaled.numpy().dtype
         top, logits, everywhere = nowhere(plan.k, len(self.weight) if dense else 0, kind)
         answer = kernels.ask(
-            self.engine._arrays, plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere, 0
+            self.engine._arrays_for([plan]), plan, scaled.numpy(), scaled.numpy(), scratch, top, logits, everywhere, 0
         )
         return kernels.Found(*answer), top, logits, everywhere, np.sort(scratch.rows[: answer[7]])
 
     def reference(self, x: Tensor, plan: Plan) -> reference.CascadeAnswer:
-        index = self.engine.index
-        previews, tiers = lengths(len(index.centre))
+        index, some = self.engine.index, (plan.first, plan.second)
+        _, tiers = lengths(len(index.centre))
         spreads = index.records[:, : len(tiers)].view(torch.uint8).T
-        some = (plan.first, plan.second)
+        longer = [tiers.index(length) for length in long_previews(len(index.centre))]
+        of_previews = torch.cat([index.spreads, spreads[longer]])
+        steps = torch.cat([index.steps, index.tier_steps[longer]])
         return reference.cascade(
             self.weight,
             x,
@@ -553,10 +555,10 @@ class Made(NamedTuple):
                 centre=index.centre,
                 projection=index.project,
                 codes=index.records[:, SPREADS:],
-                lengths=[*(previews[which] for which in some), *tiers],
+                lengths=[*(self.engine.lengths[which] for which in some), *tiers],
                 deviations=torch.cat(
                     [
-                        *(index.steps[which] * index.spreads[which][None] for which in some),
+                        *(steps[which] * of_previews[which][None] for which in some),
                         index.tier_steps[:, None] * spreads,
                     ]
                 ),
@@ -619,7 +621,7 @@ WIDTHS = (0.0, 0.7, 2.0, 3.0, 5.0, 1e6)
 
 
 @pytest.mark.parametrize("n", [1, 5, 511, 513, 3000])
-@pytest.mark.parametrize("d", [1, 3, 17, 64, 200])
+@pytest.mark.parametrize("d", [1, 3, 17, 64, 200, 500])  # of 500, tiers of 56 and 120 are previews, too
 @pytest.mark.parametrize(("bias", "beta"), [(False, 1.0), (True, 0.7)], ids=["plain", "bias"])
 def test_ask(n: int, d: int, bias: bool, beta: float) -> None:
     head, x = made(n, d, bias=bias, beta=beta)

@@ -14,7 +14,7 @@ from softsieve.heads.quantised import QuantisedWeight, Weight
 
 LANES = 8  # parts that a column is cut into, so that several threads can add up one query
 CHUNK = 1 << 22  # entries gathered at a time
-FEW = 16  # queries for which dequantising rows of a weight once for each takes less time than once for all, in torch
+FEW = 8  # queries for which converting rows of a weight once for each takes less time than once for all, in torch
 
 
 class Reader:
@@ -85,13 +85,12 @@ class Reader:
 
     def full(self, x: Tensor) -> Tensor:
         """The exact product with all rows: (batch, d) to (batch, n)."""
-        if isinstance(self.weight, QuantisedWeight):
-            few = self.weight.is_cpu and len(x) <= FEW
-            return _quantised_product(self.weight, x) if few else torch.cat([x @ part.T for part in self.parts()], -1)
         if self.weight.dtype == self.dtype:
             return F.linear(x, self.weight)
-        if self.weight.is_cuda:
+        if self.weight.is_cuda and not isinstance(self.weight, QuantisedWeight):
             return self._full_in_parts(x)
+        if self.weight.is_cpu and len(x) <= FEW:
+            return _product_by_rows(self.weight, x)
         return torch.cat([x @ part.T for part in self.parts()], -1)
 
     def blocks(self, x: Tensor, at_once: int) -> Iterator[tuple[int, Tensor]]:
@@ -127,8 +126,8 @@ class Reader:
             yield slice(start, start + step)
 
 
-def _quantised_product(weight: QuantisedWeight, x: Tensor) -> Tensor:
-    """The exact product of some queries (batch, d) with all rows, which are dequantised number by number."""
+def _product_by_rows(weight: Weight, x: Tensor) -> Tensor:
+    """The exact product of some queries (batch, d) with all rows of 16 bits or less, converted number by number."""
     from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits  # these need numba
     from softsieve.kernels.rows_numba import exact_rows
 

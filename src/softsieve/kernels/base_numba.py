@@ -63,6 +63,7 @@ jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infi
 jit_fast_stage = compiler(fastmath=True, no_cpython_wrapper=True)
 jit_parallel = compiler(fastmath=True, parallel=True)
 jit_parallel_stage = compiler(fastmath=True, parallel=True, no_cpython_wrapper=True)
+jit_workers = compiler(error_model="numpy", parallel=True)  # threads that call functions with options of their own
 _SUMS = {"contract", "reassoc", "nsz"}  # sums vectorise; NaN and infinity are what they are
 jit_sums = compiler(fastmath=_SUMS, error_model="numpy")
 jit_sums_parallel = compiler(fastmath=_SUMS, error_model="numpy", parallel=True)

@@ -319,7 +319,10 @@ def refine_survivors(
     probes, slack = codes.probes, lowered + 1e-6 * abs(preview.shift)
     count, dropped = survivors.count, np.int64(0)
     highest, dropped_total, dropped_corrected = survivors.threshold, 0.0, 0.0
-    known, read = preview.length, np.int64(0)  # codes that the query is turned for, codes that the estimates have
+    known, read, probed = preview.length, np.int64(0), np.int64(0)  # codes that query, rows and probes are estimated by
+    for length in codes.tiers:
+        if length == known:  # the preview ended with whole cache lines of the records: estimates go on from there
+            read = known
     for tier in range(codes.tiers.size):
         length = codes.tiers[tier]
         cost = (length - known) * extended.size * 2 + count * (length - read + 1)
@@ -329,14 +332,18 @@ def refine_survivors(
         project(codes.projection, extended, known, length, scratch.y[SPREADS:])
         if read == 0:
             estimates.start_estimates(offset, codes.base, rows, values)
+        if probed == 0:
             estimates.start_estimates(offset, codes.base, probes, scratch.probe_estimates)
         add_codes(codes.records, tier, scratch.y, rows, read, length, values, spreads, scratch.alone)
         add_codes(
-            codes.records, tier, scratch.y, probes, read, length, scratch.probe_estimates, scratch.probe_spreads,
+            codes.records, tier, scratch.y, probes, probed, length, scratch.probe_estimates, scratch.probe_spreads,
             scratch.alone,
         )  # fmt: skip
-        _tally(scratch.tally, (count + probes.size) * (length - read), cost + probes.size * (length - read + 1))
-        known = read = length
+        _tally(
+            scratch.tally, count * (length - read) + probes.size * (length - probed),
+            cost + probes.size * (length - probed + 1),
+        )  # fmt: skip
+        known = read = probed = length
         step = codes.tier_steps[tier]
         errors = _errors(
             plan, step * _root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, step)

@@ -290,7 +290,8 @@ def cascade(
     if count > plan.usual.survivors:
         return query.no_answer("drifted")
     for lowered in range(8):
-        query.highest, known, read = -math.inf, length, 0
+        query.highest, known, probed = -math.inf, length, 0
+        read = length if length in lengths[2:] else 0  # a preview that is as long as a tier: rows go on from there
         query.update(everything, estimates, deviation)
         rows = query.survivors(everything, estimates, attained, lowered + slack)
         for tier in range(2, len(lengths)):
@@ -301,8 +302,8 @@ def cascade(
             values, now = query.estimate(tier)
             query.update(rows, values, now)
             query.tally(1, count * (longer - read), cost)
-            query.tally(probes, longer - read, longer - read + 1)
-            known = read = longer
+            query.tally(probes, longer - probed, longer - probed + 1)
+            known = read = probed = longer
             rows = query.survivors(rows, values, attained, lowered + slack)
         count = int(rows.sum())
         if 2 * count > n:

@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 SAMPLES = 4  # rows whose bits are kept, to notice that the weight has changed
 _PAGE = 1 << 21  # bytes of a large page of memory
-# Bytes that could be read in order in the time of other things: one more row, and sums and margins of a preview, a row.
-_ROW, _PREVIEW = 192, 8
-_SEVERAL = 32  # queries from which on each has a thread for itself
+# Bytes of a preview that could be read in the time of other things: one more row; a byte of a row or record; sums and
+# margins of a preview, a row. With cold caches and two threads (a fit to 1,200 answers); a row takes less of one thread.
+_ROW, _BYTE, _PREVIEW = 256, 2, 16
+_GROUP = 8  # queries, at least, that share a pass over the preview where there are so many; their estimates stay cached
+_WORK = 1 << 20  # codes of the preview for all queries, from which on they share one
+_FIELDS = 11  # of `Found`
 _LOCK = threading.Lock()
 
 Finalists = tuple[Any, Any]  # arrays of rows, rising, and of their logits
@@ -53,7 +56,10 @@ class CpuCascade(Cascade):
         self._dtype = layer.reader.dtype
         self._kind = np.float64 if self._dtype == torch.float64 else np.float32
         previews, tiers = indexes.lengths(len(index.centre))
-        self.previews = len(previews)
+        longer = indexes.long_previews(len(index.centre))
+        some = slice(tiers.index(longer[0]), tiers.index(longer[-1]) + 1) if longer else slice(0)
+        self.lengths = [*previews, *longer]
+        self.previews = len(self.lengths)
         self._bias_is_coded = indexes.is_coded(index, weight)
         bias = (torch.zeros(0) if layer.bias is None else layer.bias).to(self._dtype) * layer.beta
         self._arrays = kernels.Index(
@@ -63,10 +69,10 @@ class CpuCascade(Cascade):
             raw_bits(index.project),
             index.centre.numpy(),
             index.mean.numpy(),
-            np.array(previews),
+            np.array(self.lengths),
             index.columns.numpy(),
-            index.spreads.numpy(),
-            index.steps.numpy(),
+            torch.cat([index.spreads, index.records[:, some].T.view(torch.uint8)]).numpy(),
+            torch.cat([index.steps, index.tier_steps[some]]).numpy(),
             np.array(tiers),
             index.records.numpy(),
             index.tier_steps.numpy(),
@@ -76,14 +82,21 @@ class CpuCascade(Cascade):
         self._ask = kernels.ask
         self._local = threading.local()
 
+    def _arrays_for(self, plans: Sequence[kernels.Plan]) -> kernels.Index:
+        """What the kernel reads, with columns as long as the longest preview of these plans has."""
+        longest = self.lengths[max((plan.second for plan in plans), default=0)]
+        if longest > self._arrays.columns.shape[1]:
+            columns = _in_large_pages(indexes.by_columns(self.index, self.lengths[-1])).numpy()
+            self._arrays = self._arrays._replace(columns=columns)
+        return self._arrays
+
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def solve(self, x: Tensor, fit: CascadeCalibration, k: int) -> Answer:
         # Arrays up to the end: an operation of torch takes as long as many of numpy's, and that is a good part of the
         # time of one query.
         queries = self.layer.scaled(x, "x")
-        indices, logits, answers = self._run(queries, plan_of(fit))
-        numbers = np.array(answers)
+        indices, logits, numbers = self._run(queries, plan_of(fit))
         log_z, half = numbers[:, 1].astype(self._kind), half_width(numbers[:, 2], fit).astype(self._kind)
         interval = np.empty((len(log_z), 2), self._kind)
         interval[:, 0], interval[:, 1] = log_z - half, log_z + half
@@ -106,16 +119,15 @@ class CpuCascade(Cascade):
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
-        _, _, answers = self._run(queries, plan_of(fit), logits.numpy())
-        fallbacks = [number for number, one in enumerate(answers) if one.state]
+        _, _, numbers = self._run(queries, plan_of(fit), logits.numpy())
+        fallbacks: list[int] = numbers[:, 0].nonzero()[0].tolist()
         if fallbacks:
-            _explain(np.array(answers), fit, stacklevel=5)
-        return Estimated(logits, fallbacks, sum(one.bytes_read for one in answers))
+            _explain(numbers, fit, stacklevel=5)
+        return Estimated(logits, fallbacks, int(numbers[:, 4].sum()))
 
     def solve_above(self, queries: Tensor, fit: CascadeCalibration, threshold: float) -> RowsAbove:
         finalists: list[Finalists] = []
-        _, _, answers = self._run(queries, plan_of(fit), finalists=finalists)
-        numbers = np.array(answers).reshape(len(answers), -1)
+        _, _, numbers = self._run(queries, plan_of(fit), finalists=finalists)
         fallbacks = numbers[:, 0] != 0
         if fallbacks.any():
             _explain(numbers, fit, stacklevel=6)
@@ -135,25 +147,14 @@ class CpuCascade(Cascade):
 
     def ends(self, queries: Tensor, fit: CascadeCalibration) -> Ends:
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
-        plan, out, k = plan_of(widened(fit), math.inf, upper=True), logits.numpy(), fit.k
-        if len(queries) < _SEVERAL:
-            answers = dict(enumerate(self._run(queries, plan, out)[2]))
-        else:
-            answers = {}
-            rows, best = np.zeros((len(queries), k), np.int64), np.zeros((len(queries), k), self._kind)
-
-            def keep(found: kernels.Found, _: int, i: int, __: object) -> None:
-                answers[i] = found
-
-            self._sweep(queries, [plan], lambda _, i: (rows[i], best[i], out[i]), keep)
-        in_order = [answers[i] for i in range(len(queries))]
-        read = torch.tensor([one.bytes_read for one in in_order], dtype=torch.int64)
-        return Ends(logits, torch.tensor([one.state == 0 for one in in_order], dtype=torch.bool), read)
+        plan, out = plan_of(widened(fit), math.inf, upper=True), logits.numpy()
+        numbers = torch.from_numpy(self._run(queries, plan, out)[2])
+        return Ends(logits, numbers[:, 0] == 0, numbers[:, 4].long())
 
     def _run(
         self, queries: Tensor, plan: kernels.Plan, everywhere: Any = None, finalists: list[Finalists] | None = None
-    ) -> tuple[Any, Any, list[kernels.Found]]:
-        """Rows and logits of the top k of scaled queries, each answered by itself, and what the kernel says of them.
+    ) -> tuple[Any, Any, Any]:
+        """Rows and logits of the top k of scaled queries, and what the kernel says of each: fields of `Found`.
 
         All logits are written to ``everywhere``, if that is an array (batch, n); those of each query's finalists are
         appended to ``finalists``, if that is a list.
@@ -163,16 +164,63 @@ class CpuCascade(Cascade):
         rows, logits = np.zeros((batch, plan.k), np.int64), np.zeros((batch, plan.k), self._kind)
         if everywhere is None:
             everywhere = np.empty((batch, 0), self._kind)
-        ask, arrays = self._ask, self._arrays
+        arrays, answers = self._arrays_for([plan]), np.zeros((batch, _FIELDS))
+        together = 1 if finalists is not None else self._together(batch, plan)
         with one_at_a_time():
-            scratch, answers = self._scratch(), []
+            if together > 1:
+                for start in range(0, batch, together):
+                    some = slice(start, start + together)
+                    self._answer_together(
+                        arrays, plan, x[some], coded[some], rows[some], logits[some], everywhere[some], answers[some]
+                    )
+                return rows, logits, answers
+            ask, scratch = self._ask, self._scratch()
             for i in range(batch):
                 found = ask(arrays, plan, x[i], coded[i], scratch, rows[i], logits[i], everywhere[i], 0)
-                answers.append(found)
+                answers[i] = found
                 if finalists is not None:
                     many = found.finalists
                     finalists.append((scratch.rows[:many].copy(), scratch.exact[:many].copy()))
             return rows, logits, answers
+
+    def _together(self, batch: int, plan: kernels.Plan) -> int:
+        """How many of the queries share a pass over the preview, and the threads."""
+        from numba import get_num_threads
+
+        work = batch * len(self.layer.weight) * self.lengths[plan.first]
+        return min(batch, max(_GROUP, 2 * get_num_threads())) if work > _WORK else 1
+
+    def _answer_together(
+        self, arrays: kernels.Index, plan: kernels.Plan, x: Any, coded: Any,
+        rows: Any, logits: Any, everywhere: Any, answers: Any,
+    ) -> None:  # fmt: skip
+        from softsieve.kernels.batch_numba import ask_all, numbers_of
+
+        ask_all(
+            arrays.weight, arrays[1:-1], arrays.samples, numbers_of(plan), x, coded,
+            *self._shared_memory(len(x)), rows, logits, everywhere, answers, np.zeros(1, np.int64),
+        )  # fmt: skip
+
+    def _shared_memory(self, batch: int) -> tuple[Any, ...]:
+        """Memory for queries that share a pass: estimates of each, and what each thread of the kernel needs."""
+        from numba import get_num_threads
+
+        from softsieve.kernels.batch_numba import room_for
+
+        threads, blocks, probes = get_num_threads(), len(self.index.columns), len(self.index.probes)
+        kept: tuple[Any, ...] = getattr(self._local, "shared", ())
+        if not kept or len(kept[0]) < batch or len(kept[1]) != threads:
+            size = blocks * BLOCK
+            kept = (
+                np.zeros((batch, size), np.float32),
+                np.zeros((threads, room_for(blocks, len(self.index.unit), probes)), np.float32),
+                np.zeros((threads, size), np.uint8),
+                np.zeros((threads, size), np.int32),
+                np.zeros((threads, probes + size), self._kind),
+                np.zeros((threads, 2), np.int64),
+            )
+            self._local.shared = kept
+        return kept[0][:batch], *kept[1:]
 
     def _scratch(self) -> Any:
         """Memory of this thread."""
@@ -255,7 +303,7 @@ class CpuCascade(Cascade):
         """
         from numba import get_num_threads
 
-        arrays, ask, lengths = self._arrays, self._ask, indexes.lengths(len(self.index.centre))[0]
+        arrays, ask, lengths = self._arrays_for(plans), self._ask, self.lengths
         x = queries.numpy()
         coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
         order = sorted(range(len(plans)), key=lambda number: (plans[number].first, plans[number].second))
@@ -313,13 +361,14 @@ class CpuCascade(Cascade):
         )
 
     def choose(self, start: CascadeCalibration, trials: list[tuple[CascadeCalibration, Trial]]) -> CascadeCalibration:
-        """The cost of a trial is bytes that could be read in order in the time that each answer takes."""
-        previews = []
+        """The cost of a trial is bytes of a preview that could be read in the time that each answer takes."""
+        previews, rows = [], len(self.layer.weight)
         for fit, trial in trials:
             fallbacks = (trial.fallback != 0) * self.layer.bytes
-            cost = trial.bytes_read.double() + _ROW * trial.survivors.double() + fallbacks
+            others = _BYTE * (trial.bytes_read.double() - rows * self.lengths[fit.first])
+            cost = rows * self.lengths[fit.first] + others + _ROW * trial.survivors.double() + fallbacks
             previews.append((fit.width, trial.survivors, cost))
-        return cheapest(start, previews, again=float(_PREVIEW * len(self.layer.weight)))
+        return cheapest(start, previews, again=float(_PREVIEW * rows))
 
 
 def cheapest(

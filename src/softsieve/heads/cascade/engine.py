@@ -303,7 +303,8 @@ class Cascade(Engine):
         index = indexes.Index(*(part.to(layer.weight.device) for part in parts))
         indexes.check(index, layer.weight, layer.bias)
         engine = cls(layer, index)
-        previews, tiers = len(index.steps), len(index.tier_steps)
+        previews = len(index.steps) + len(indexes.long_previews(len(index.centre)))
+        tiers = len(index.tier_steps)
         for fields in (settings.pop("calibrations"), settings.pop("elsewhere", {})):
             for name, values in fields.items():
                 k = int(name)

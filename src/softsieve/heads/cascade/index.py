@@ -71,6 +71,27 @@ def lengths(size: int) -> tuple[list[int], list[int]]:
     return [*previews, last], tiers or [max(1, size // 2)]
 
 
+def long_previews(size: int) -> list[int]:
+    """Tiers that can be previews, too, where most rows survive the others: up to a quarter of the coordinates.
+
+    Example:
+        >>> long_previews(576), long_previews(1536)
+        ([56, 120], [120, 248])
+    """
+    previews, tiers = lengths(size)
+    return [length for length in tiers if previews[-1] < length <= size // 4]
+
+
+def by_columns(index: Index, longest: int) -> Tensor:
+    """Codes as previews have them, for one of these lengths: ``columns``, or longer ones made of the records."""
+    blocks, own, _ = index.columns.shape
+    if longest <= own:
+        return index.columns
+    codes = index.records[:, SPREADS : SPREADS + longest]
+    filled = F.pad(codes, (0, 0, 0, blocks * BLOCK - len(codes)))
+    return filled.view(blocks, BLOCK, longest).transpose(1, 2).contiguous()
+
+
 def build(
     weight: Weight, bias: Tensor | None, moments: Moments, *, seed: int = 0, progress: ProgressCallback = no_progress
 ) -> Index:
