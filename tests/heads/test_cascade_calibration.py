@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -24,7 +25,7 @@ from softsieve.heads.cascade.calibration import Trial, Truth, allowed, needed, u
 from softsieve.heads.cascade.cpu import CpuCascade, cheapest, plan_of
 from softsieve.heads.cascade.fit import CascadeCalibration, half_width
 from softsieve.heads.cascade.index import Index
-from softsieve.kernels.cascade_numba import Plan, Usual
+from softsieve.kernels.cascade_numba import Found, Plan, Usual
 from softsieve.reference import heads as reference
 from tests.heads.instances import Made, Maker, common, gaussian, heavy_tailed, language, peaked, plausible, right
 
@@ -279,7 +280,7 @@ def test_trials_are_what_single_questions_get(seed: int) -> None:
         assert torch.equal(trial.indices, torch.from_numpy(rows))
         assert torch.equal(trial.logits, torch.from_numpy(logits))
         for name, field in {"fallback": "state", "flat": "flat"}.items() | {(one, one) for one in SAME}:
-            own = torch.tensor([getattr(one, field) for one in answers], dtype=torch.float64)
+            own = torch.from_numpy(answers[:, Found._fields.index(field)])
             assert torch.equal(getattr(trial, name).double(), own), (fit, name)
     assert 0 < int((survivors > limit).sum()) < len(survivors)  # of some queries, the second preview is asked
 
@@ -594,9 +595,9 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
     """As long as queries one by one cost no more than all of them at once, which costs 10."""
     sizes: list[int] = []
 
-    def seconds(call: Callable[[Tensor], float], queries: list[Tensor]) -> float:
+    def seconds(calls: list[Callable[[Tensor], float]], queries: list[Tensor], **_: Any) -> list[float]:
         sizes.extend(map(len, queries))
-        return call(queries[0])
+        return [call(queries[0]) for call in calls]
 
     monkeypatch.setattr(cascade_calibration, "_seconds", seconds)
     for count in (3, 200):
@@ -609,11 +610,57 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
     assert set(sizes) <= set(cascade_calibration.BATCHES)
 
 
-def test_seconds() -> None:
-    calls: list[Tensor] = []
-    queries = list(torch.rand(5, 2, 3))
-    assert cascade_calibration._seconds(calls.append, queries) >= 0
-    assert all(one is other for one, other in zip(calls, queries, strict=True))
+class Clock:
+    """A machine whose time passes by calls that take so many seconds, and what else is done there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, noise: Callable[[float], float] = float) -> None:
+        self.now, self.noise = 0.0, noise
+        self.calls: list[tuple[str, Tensor]] = []
+        monkeypatch.setattr(cascade_calibration, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def call(self, name: str, seconds: Callable[[Tensor], float]) -> Callable[[Tensor], None]:
+        def called(x: Tensor) -> None:
+            self.calls.append((name, x))
+            self.now += self.noise(seconds(x))
+
+        return called
+
+
+def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in turns, for all queries, again and again; the median of the shortest times."""
+    clock, queries = Clock(monkeypatch), [torch.tensor([[value]]) for value in (3e-3, 1e-3, 2e-3, 5e-3, 4e-3)]
+    one, other = clock.call("one", float), clock.call("other", lambda x: 1.5 * float(x))
+    seconds, rounds = cascade_calibration._seconds, cascade_calibration._ROUNDS
+    assert seconds([one, other], queries) == pytest.approx([3e-3, 4.5e-3])
+    assert [name for name, _ in clock.calls] == ["one", "other"] * len(queries) * rounds
+    assert all(x is queries[number // 2 % 5] for number, (_, x) in enumerate(clock.calls))
+
+    def asked(*calls: Callable[[Tensor], None], **options: Any) -> int:
+        """In rounds."""
+        clock.calls.clear()
+        assert seconds(calls, queries, **options)[0] > 0
+        return len(clock.calls) // (len(queries) * len(calls))
+
+    assert asked(one, enough=3.1e-3) == 1
+    assert asked(one, enough=2.9e-3) == rounds
+    assert asked(one, enough=2.9e-3, rounds=2) == 2
+    assert asked(clock.call("slow", lambda x: 0.08)) == 2  # then time is up
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0.3e-3, 8), (0.03e-3, 64), (40e-3, 0)])
+def test_a_busy_machine_changes_nothing(cost: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though every other call waits for a core, the short ones as long as others."""
+    for seed in range(50):
+        g = torch.Generator().manual_seed(seed)
+
+        def waiting(seconds: float, g: torch.Generator = g) -> float:
+            return seconds + (8e-3 if float(torch.rand((), generator=g)) < 0.5 else 0.0)
+
+        clock = Clock(monkeypatch, waiting)
+        ask, exact = clock.call("ask", lambda x: cost * len(x)), clock.call("exact", lambda x: 3.6e-3)
+        known: dict[int, float] = {}
+        for _ in range(2):  # for another k, with what is known of the first
+            assert cascade_calibration.measured_batch(ask, exact, torch.zeros(200, 2), known) == expected
 
 
 # -- coverage ----------------------------------------------------------------------------------------------------------

@@ -98,10 +98,10 @@ def test_caches_notice_changes_of_any_module() -> None:
 
 
 def test_threads_of_torch_stay_as_they_are() -> None:
-    """Who sets OMP_NUM_THREADS=1, as servers do, keeps that when a head is asked."""
+    """Who sets OMP_NUM_THREADS=1, as servers do, keeps that when a head is asked, and numba does with one, too."""
     code = (
-        "import torch, sys; before = torch.get_num_threads(); import softsieve.kernels.cascade_numba; "
-        "sys.exit(before != 1 or torch.get_num_threads() != 1)"
+        "import numba, torch, sys; before = torch.get_num_threads(); import softsieve.kernels.cascade_numba; "
+        "sys.exit(before != 1 or torch.get_num_threads() != 1 or numba.get_num_threads() != 1)"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -297,6 +297,35 @@ def test_rows_above_a_threshold(biased: bool) -> None:
             assert answer.bytes_read.min() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [1.0, 0.7])
+def test_no_estimate_becomes_one_of_the_largest(beta: float, dtype: torch.dtype) -> None:
+    """When logits are rounded, where numbers are far from 0 and near each other; fallbacks stay as they are."""
+    k, promise, g = 2, Promise(0.3, 0.1), torch.Generator().manual_seed(0)
+    scale = torch.arange(1, 97) ** -0.7
+    weight, x = torch.randn(1500, 96, generator=g) * scale, torch.randn(508, 96, generator=g) * scale * 6 * beta
+    bias = torch.full((1500,), 1000.0 if dtype == torch.bfloat16 else 8000.0)
+    moments = Moments(96)
+    moments.update(x[:500])
+    index = cascade.Index(*(value.to(DEVICE) for value in cascade.build(weight, bias, moments)))
+    engine = GpuCascade(Layer(weight.to(DEVICE), bias.to(DEVICE), Options(beta)), index)
+    fit = engine.start(k, promise, 500)._replace(width=4.0, doubt=0.3, interval=2.0)
+    queries = x[500:].to(DEVICE)
+    for high in (100.0, 1e-6):
+        engine.calibrations = {k: fit._replace(high=high)}
+        wide, found = engine.logits(queries, promise), engine.logits(queries, promise, dtype)
+        plain, rounded = ((one.logits / beta).to(dtype) for one in (wide, found))
+        top = wide.logits.topk(k)
+        assert torch.equal(found.logits.gather(-1, top.indices), top.values)
+        many = [(one >= one.gather(-1, top.indices[:, -1:])).sum(-1) for one in (plain, rounded)]
+        assert int(many[0].max()) > k  # the fault, and ties of exact logits
+        if high < 1:
+            assert torch.equal(wide.logits, found.logits)
+        else:
+            assert not int(found.exactly)
+            assert many[1].tolist() == [k] * len(queries)
+
+
 def test_the_last_to_arrive_leaves_zeros() -> None:
     """Twice with the same counters, also where everything is read."""
     asked = Asked(600, 64, batch=3, k=1, capacity=16, width=50.0)

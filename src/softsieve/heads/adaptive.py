@@ -247,13 +247,14 @@ class AdaptiveSoftmax(Fitted):
         return self._layer.scaled(x, "x" if self.weight.is_cpu else None)
 
     @in_own_modes
-    def estimated(self, x: Tensor) -> Estimated | None:
+    def estimated(self, x: Tensor, dtype: torch.dtype | None = None) -> Estimated | None:
         """`logits` of queries (batch, d), as far as a cascade answers; None when the exact product is to be taken.
 
-        For layers that answer fallbacks themselves. Nothing is checked.
+        For layers that answer fallbacks themselves, and that divide by beta and round to ``dtype``: there, too, no
+        estimate reaches the k-th largest logit. Nothing is checked.
         """
         engine = self._choose_for_logits(len(x))
-        return None if engine is self._exact else engine.logits(self._layer.scaled(x), self._promise)
+        return None if engine is self._exact else engine.logits(self._layer.scaled(x), self._promise, dtype)
 
     def estimates(self, batch: int = 1) -> bool:
         """Whether `logits` of so many queries at a time are estimates from a part of the weight, or all exact."""

@@ -230,8 +230,11 @@ class Engine(Protocol):
         """The partition function, with no rows."""
         return self.topk(x, 0, promise, generator)
 
-    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
-        """All logits of scaled queries (batch, d): exact ones, where an engine has no estimates."""
+    def logits(self, queries: Tensor, promise: Promise, dtype: torch.dtype | None = None) -> Estimated:
+        """All logits of scaled queries (batch, d): exact ones, where an engine has no estimates.
+
+        Estimates are below the k-th largest logit, with a dtype also when they are divided by beta and rounded to it.
+        """
         return Estimated(self.layer.logits(queries), [], len(queries) * self.layer.bytes, len(queries))
 
     def upper_ends(self, queries: Tensor, promise: Promise) -> Ends | None:

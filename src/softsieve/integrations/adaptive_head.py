@@ -46,7 +46,8 @@ class AdaptiveHead(nn.Linear):
     For a new token of a few sequences the logits are those of `AdaptiveSoftmax.logits`: exact for the rows that could
     be among the largest, estimated elsewhere. Names of parameters stay what they were, so tied weights stay tied and
     what is saved can be loaded by anyone. Logits have the dtype that the replaced layer would give them, also under
-    autocast; estimates are made in the head's own dtypes, and exact products follow autocast.
+    autocast; estimates are made in the head's own dtypes, and exact products follow autocast. However coarse that
+    dtype is, no estimate becomes equal to one of the k largest logits when it is rounded.
 
     Where what answers has a quantised weight, a new token's exact product is with its rows; prompts and gradients take
     the layer's own product.
@@ -94,7 +95,7 @@ class AdaptiveHead(nn.Linear):
         self._check()
         # Right after the rest of the model nothing here is in a cache: every operation that can be left out counts.
         rows, beta, dtype = hidden.reshape(-1, hidden.shape[-1]), self.head.beta, _dtype_of_product(hidden)
-        estimated = self.head.estimated(rows)
+        estimated = self.head.estimated(rows, dtype)
         self.answered += len(rows)
         if estimated is None:
             return self._exact(hidden, len(rows))

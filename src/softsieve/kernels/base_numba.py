@@ -28,6 +28,8 @@ LOG2E = 1.4426950408889634
 
 _torch_threads = torch.get_num_threads()
 numba.get_num_threads()  # starts its threads: a function that comes from numba's cache may not, and crashes then
+# No more of them than of torch's: on a machine that does other work, too, one that was not asked for is waited for.
+numba.set_num_threads(min(_torch_threads, numba.config.NUMBA_NUM_THREADS))
 torch.set_num_threads(_torch_threads)  # where both use OpenMP, numba has just set the number for torch, too
 
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*numba*.py"))))
@@ -157,7 +159,7 @@ def prefetch(typingctx: Any, array: Any, row: Any, byte: Any) -> Any:
 
 @jit_fast_stage
 def prefetch_row(matrix: Any, row: int, start: int, stop: int) -> None:
-    """Ask the memory for some bytes of a row, up to as many as are worth it; the processor sees by then what follows."""
+    """Ask the memory for some bytes of a row, as many as are worth it: by then the processor sees what follows."""
     for byte in range(start, min(stop, start + AHEAD), _LINE):
         prefetch(matrix, np.intp(row), byte)
 

@@ -1,7 +1,7 @@
 """Several queries through the cascade on the CPU: one pass over the preview's codes, then a thread for each query.
 
-One query is shared among all threads at every step, and each step ends with waiting for the slowest of them. Of several,
-each thread answers some from beginning to end, and takes the next one when it is done.
+One query is shared among all threads at every step, and each step ends with waiting for the slowest of them. Of
+several, each thread answers some from beginning to end, and takes the next one when it is done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def take(typingctx: Any, counter: Any) -> Any:
 
 def numbers_of(plan: Plan) -> Any:
     """A plan as an array: what a parallel loop is given has no tuples in tuples."""
-    return np.array([*plan[:_NUMBERS], *plan.usual, plan.upper, plan.level], np.float64)
+    return np.array([*plan[:_NUMBERS], *plan.usual, plan.upper, plan.level, *plan.gap], np.float64)
 
 
 @jit_stage
@@ -44,6 +44,7 @@ def _plan_of(numbers: Any) -> Plan:
     return Plan(
         np.int64(first[0]), np.int64(first[1]), np.int64(first[2]), first[3], first[4], first[5], first[6], first[7],
         first[8], Usual(usual[0], usual[1], usual[2], usual[3], usual[4], usual[5], usual[6]), usual[7] != 0, usual[8],
+        (usual[9], usual[10]),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_rows, project
 __all__ = ["ALONE", "BLOCK", "SPREADS", "Found", "Index", "Plan", "Scratch", "Usual", "ask", "exact_rows"]
 
 ANSWERED, CHANGED, DRIFTED, EXPENSIVE = 0, 1, 2, 3
+GAP = (1e-6, 0.0)  # what is at least between the k-th logit and estimates: relatively and absolutely
 AHEAD = 8  # rows with the best estimates that are read first, besides k
 SHARE = 2  # when more than one in so many rows is to be read in full, all are
 CANCELLED = 1e-2  # of all that was estimated may remain in the end: a difference of sums has 1e-6 of that as its error
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
     usual: Usual  # what queries of the calibration were like
     upper: bool  # all logits are to be upper ends for dropped rows, instead of corrected estimates
     level: float = -math.inf  # all rows whose logits may be above this are finalists, and nothing else is asked (k = 0)
+    gap: tuple[float, float] = GAP  # between the k-th logit and all estimates among the logits, as there
 
 
 class Scratch(NamedTuple):
@@ -382,7 +384,7 @@ def _write_exact(rows: Any, exact: Any, dense: Any) -> None:
 def estimate_log_z(
     codes: Codes, plan: Plan, preview: Preview, survivors: Survivors, finalists: Survivors, scratch: Scratch
 ) -> Any:
-    """Return log Z, the half-width of its interval, the k-th logit and what dropped rows are below.
+    """Return log Z, the half-width of its interval, and the k-th logit.
 
     Sums up the exponentials of the finalists' logits, in ``scratch.exact``, and those of the rows that the preview
     and the tiers dropped. Decides whether these have to be limited by the k-th logit.
@@ -396,7 +398,7 @@ def estimate_log_z(
         final += math.exp(exact[r] - highest)
     factor = math.exp(shift - highest)
     kth = kth_largest(exact, plan.k) if plan.k else np.inf
-    below = kth - 1e-6 * abs(kth) if plan.k else np.inf
+    below = estimates.limit_below(kth, GAP) if plan.k else np.inf
     first, first_corrected = survivors.total, survivors.corrected
     later, later_corrected = finalists.total, finalists.corrected
     if CANCELLED * preview.total * factor > final + (first + later) * factor:
@@ -415,7 +417,7 @@ def estimate_log_z(
         later, later_corrected = max(later - total, 0.0), max(later_corrected - corrected, 0.0)
     total = final + (first + later) * factor
     half = plan.doubt * (first_corrected + later_corrected) * factor / total
-    return math.log(total) + highest, half, kth, below
+    return math.log(total) + highest, half, kth
 
 
 @jit
@@ -484,7 +486,7 @@ def ask(
         if plan.level > -np.inf:
             _write_exact(rows, exact, dense)
             return Found(ANSWERED, 0.0, 0.0, tally[0], tally[1], scale, tried, rows.size, signal, toward, 0.0)
-        log_z, half, kth, below = estimate_log_z(codes, plan, preview, survivors, finalists, scratch)
+        log_z, half, kth = estimate_log_z(codes, plan, preview, survivors, finalists, scratch)
         if half <= plan.tolerance:
             flat = log_z - kth if plan.k else 0.0
             if flat > usual.flat:
@@ -492,8 +494,9 @@ def ask(
             if plan.k:
                 estimates.sort_top(exact, rows, top, logits)
             if dense.size:
-                if below < finalists.threshold and not plan.upper:
-                    estimates.limit_logits(below, dense)
+                limit = estimates.limit_below(kth, plan.gap) if plan.k else np.inf
+                if limit < finalists.threshold and not plan.upper:
+                    estimates.limit_logits(limit, dense)
                 _write_exact(rows, exact, dense)
             return Found(ANSWERED, log_z, half, tally[0], tally[1], scale, tried, rows.size, signal, toward, flat)
     return Found(EXPENSIVE, 0.0, 0.0, tally[0], tally[1], scale, tried, 0, signal, toward, 0.0)

@@ -208,6 +208,12 @@ def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: A
         dense[i] = upper_end(values[i], spreads[i], errors) if upper else corrected
 
 
+@jit_stage
+def limit_below(kth: float, gap: Any) -> float:
+    """Return what estimates are at most: so far below the k-th logit, relatively and absolutely."""
+    return kth - gap[0] * abs(kth) - gap[1]
+
+
 @jit_fast_stage
 def limit_logits(most: float, dense: Any) -> None:
     """Lower what is above ``most`` to it."""

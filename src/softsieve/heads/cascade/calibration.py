@@ -35,7 +35,9 @@ ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as t
 ROUNDING = 1e-5  # of `sizes`, that upper ends may be exceeded by
 ENVELOPE_QUERIES = 700  # that are tried with, at most: one of them may be wrong for 1 %
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_REPEATS = 5
+_GROUPS = 5  # of queries that a batch of each size is measured with
+_ROUNDS = 6  # times that each of them is asked, at most
+_PATIENCE = 0.5  # seconds after which there is no other round
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _PREVIEWED = 1 << 23  # rows of all queries together, at most, that previews are chosen with
 _FEW = 64  # queries that previews are chosen with, however many rows there are
@@ -412,35 +414,58 @@ def measured_batch(
 ) -> int:
     """Up to how many queries at a time ``ask`` is faster than ``exact``; 0 if never.
 
-    A batch takes ``exact`` no less time than a smaller one did, so it is measured where that does not tell. What was
-    measured goes to ``seconds``, by the size of a batch: for another k it is the same but for a moment.
+    A batch takes ``exact`` no less time than a smaller one did, so it is measured where that does not tell, and then
+    both take turns. What was measured goes to ``seconds``, by the size of a batch: for another k it is the same but for
+    a moment.
     """
     best, known = 0, 0.0
     for batch in BATCHES:
-        places = torch.arange(_REPEATS * batch, device=x.device) % len(x)
+        places = torch.arange(_GROUPS * batch, device=x.device) % len(x)
         queries = [x[some] for some in torch.split(places, batch)]  # other ones each time: some take longer
-        taken = _seconds(ask, queries)
+        known = max(known, seconds.get(batch, 0.0))
+        rounds = _ROUNDS if batch in seconds else 1  # if one does not tell, both are measured
+        taken = _seconds([ask], queries, enough=known, rounds=rounds)[0] if known else math.inf
+        if taken > known and batch not in seconds:
+            taken, known = _seconds([ask, exact], queries)
+            seconds[batch] = known
         if taken > known:
-            if batch not in seconds:
-                seconds[batch] = _seconds(exact, queries)
-            known = seconds[batch]
-            if taken > known:
-                break
+            break
         best = batch
     return best
 
 
-def _seconds(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:
-    """The median of the calls; what a device does first is not counted."""
-    taken = []
-    first = queries[0]
-    for x in [first, first, *queries] if first.is_cuda else queries:
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        start = time.perf_counter()
-        call(x)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        taken.append(time.perf_counter() - start)
-    taken = taken[-len(queries) :]
-    return sorted(taken)[len(taken) // 2]
+def _seconds(
+    calls: Sequence[Callable[[Tensor], object]],
+    queries: Sequence[Tensor],
+    *,
+    enough: float = -math.inf,
+    rounds: int = _ROUNDS,
+) -> list[float]:
+    """What each of the calls takes: the median over queries of the shortest of several times.
+
+    Other work on a machine makes a call take longer, never shorter, and a short one of several threads many times as
+    long. So every query is asked again and again, with all calls in turns, until time is up or the first of them takes
+    no more than ``enough``. What a device does first is not counted.
+    """
+    for call in calls:
+        for x in [queries[0]] * 2 if queries[0].is_cuda else []:
+            _timed(call, x)
+    shortest, end = [[math.inf] * len(queries) for _ in calls], time.perf_counter() + _PATIENCE
+    for _ in range(rounds):
+        for number, x in enumerate(queries):
+            for own, call in zip(shortest, calls, strict=True):
+                own[number] = min(own[number], _timed(call, x))
+        medians = [sorted(own)[len(own) // 2] for own in shortest]
+        if medians[0] <= enough or time.perf_counter() >= end:
+            break
+    return medians
+
+
+def _timed(call: Callable[[Tensor], object], x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    start = time.perf_counter()
+    call(x)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - start

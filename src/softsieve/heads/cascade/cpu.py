@@ -20,7 +20,7 @@ from softsieve._progress import ProgressCallback
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
-from softsieve.heads.cascade.engine import Cascade, complete
+from softsieve.heads.cascade.engine import Cascade, complete, gap_for
 from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, Fallback, half_width, widened
 from softsieve.heads.cascade.index import BLOCK, SPREADS
 from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SAMPLES = 4  # rows whose bits are kept, to notice that the weight has changed
 _PAGE = 1 << 21  # bytes of a large page of memory
 # Bytes of a preview that could be read in the time of other things: one more row; a byte of a row or record; sums and
-# margins of a preview, a row. With cold caches and two threads (a fit to 1,200 answers); a row takes less of one thread.
+# margins of a preview, a row. With cold caches and two threads (a fit to 1,200 answers); a row takes one thread less.
 _ROW, _BYTE, _PREVIEW = 256, 2, 16
 _GROUP = 8  # queries, at least, that share a pass over the preview where there are so many; their estimates stay cached
 _WORK = 1 << 20  # codes of the preview for all queries, from which on they share one
@@ -115,11 +115,12 @@ class CpuCascade(Cascade):
         shape = x.shape[:-1]
         return Answer(*(torch.from_numpy(value.reshape(shape + value.shape[1:])) for value in fields))
 
-    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
+    def logits(self, queries: Tensor, promise: Promise, dtype: torch.dtype | None = None) -> Estimated:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
         logits = torch.empty(len(queries), len(self.layer.weight), dtype=self._dtype)
-        _, _, numbers = self._run(queries, plan_of(fit), logits.numpy())
+        gap = gap_for(dtype, self._dtype, self.layer.beta)
+        _, _, numbers = self._run(queries, plan_of(fit, gap=gap), logits.numpy())
         fallbacks: list[int] = numbers[:, 0].nonzero()[0].tolist()
         if fallbacks:
             _explain(numbers, fit, stacklevel=5)
@@ -421,9 +422,15 @@ def _without_second(plan: kernels.Plan) -> kernels.Plan:
 
 
 @functools.lru_cache
-def plan_of(fit: CascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
+def plan_of(
+    fit: CascadeCalibration,
+    half_width: float | None = None,
+    *,
+    upper: bool = False,
+    gap: tuple[float, float] | None = None,
+) -> kernels.Plan:
     """What the kernel is told; the half-width of log Z to reach is what eps says unless it is an argument."""
-    from softsieve.kernels.cascade_numba import Plan, Usual
+    from softsieve.kernels.cascade_numba import GAP, Plan, Usual
 
     return Plan(
         fit.k,
@@ -438,6 +445,7 @@ def plan_of(fit: CascadeCalibration, half_width: float | None = None, *, upper: 
         Usual(fit.low, fit.high, fit.signal, fit.toward_low, fit.toward_high, fit.most, fit.flat),
         upper,
         fit.level,
+        gap or GAP,
     )
 
 

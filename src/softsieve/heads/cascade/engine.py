@@ -322,6 +322,19 @@ class Cascade(Engine):
         return engine
 
 
+def gap_for(dtype: torch.dtype | None, own: torch.dtype, beta: float) -> tuple[float, float] | None:
+    """How far below the k-th largest logit estimates have to be for a dtype that both are rounded to, divided by beta.
+
+    Relatively and absolutely: the numbers that are rounded to the same one are so close together. None: with the dtype
+    that they have of their own, nothing is rounded.
+    """
+    if dtype is None or dtype.itemsize >= own.itemsize:
+        return None
+    finite = torch.finfo(dtype)
+    relative = 1.01 * finite.eps  # a little more: of the k-th logit before it is rounded, and for what float32 rounds
+    return relative, relative * finite.tiny * abs(beta)
+
+
 def _share(progress: ProgressCallback, share: float, what: str, done: float) -> None:
     """Progress of a part of the work."""
     progress(what, done * share)

@@ -20,7 +20,7 @@ from torch import Tensor
 from softsieve._graphs import Graphed
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
-from softsieve.heads.cascade.engine import Cascade
+from softsieve.heads.cascade.engine import Cascade, gap_for
 from softsieve.heads.cascade.fit import Fallback, GpuCascadeCalibration, widened
 from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
 
@@ -99,10 +99,16 @@ class GpuCascade(Cascade):
         numbers = fields.log_z, fields.interval, fields.coordinates, fields.bytes_read, fields.state != 0
         return Answer(*top, *numbers).shaped(x.shape[:-1])
 
-    def logits(self, queries: Tensor, promise: Promise) -> Estimated:
+    def logits(self, queries: Tensor, promise: Promise, dtype: torch.dtype | None = None) -> Estimated:
         fit = self.fit(self.largest_k(), promise)
         self.notice_changes()
         fields, logits = self.replay(queries, fit, scale=1.0, dense=torch.float32)
+        gap = gap_for(dtype, logits.dtype, self.layer.beta)
+        if gap is not None:
+            # Which rows are exact besides the top k is not known here: those that are as close are lowered, too.
+            kth = fields.logits.amin(-1, keepdim=True)
+            limits = (kth - gap[0] * kth.abs() - gap[1]).masked_fill(fields.state[:, None] != 0, math.inf)
+            logits = torch.minimum(logits, limits).scatter_(-1, fields.indices, fields.logits)
         return Estimated(logits, [], fields.bytes_read.sum(), (fields.state != 0).sum())
 
     def ends(self, queries: Tensor, fit: GpuCascadeCalibration) -> Ends:
