@@ -184,7 +184,8 @@ class AudioBody(Body):
             waves = samples.float() / 2**15
             frames = torch.stft(waves, 256, 96, window=self.window, center=False, return_complex=True)
             mel = self.filters @ frames.abs().square()
-            return ((mel + 1e-5).log() / 4 + 1).unsqueeze(1)
+            # Strides say of an image of one channel how it lies.
+            return ((mel + 1e-5).log() / 4 + 1).unsqueeze(-1).permute(0, 3, 1, 2)
 
 
 class ResNet(nn.Module):
@@ -202,7 +203,9 @@ class ResNet(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        places = self.blocks(self.pool(F.relu(self.stem(images))))  # (rows, features, height, width)
+        # On a CPU, convolutions take half the time where the channels of a place lie together.
+        images = F.relu(self.stem(images.contiguous(memory_format=torch.channels_last)))
+        places = self.blocks(self.pool(images))  # (rows, features, height, width)
         return self.dropout(places.mean((2, 3)))  # type: ignore[no-any-return]
 
 
