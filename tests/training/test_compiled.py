@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.parts
-        return x + second(torch.relu(first(x)))
+        return x + second(torch.relu(first(x)))  # type: ignore[no-any-return]
 
 
 class Deep(nn.Module):
@@ -48,7 +49,7 @@ def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
-def made(rows: Rows, **options: object) -> tuple[nn.Module, list[dict[str, float]]]:
+def made(rows: Rows, **options: Any) -> tuple[nn.Module, list[dict[str, float]]]:
     torch.manual_seed(0)
     model = Deep()
     log = trainer(rows, model=model, validation=rows, batch_size=7, **options).fit().log

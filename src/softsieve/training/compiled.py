@@ -24,4 +24,4 @@ def compile_layers(model: nn.Module) -> None:
     inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
     for layer in layers:
         if id(layer) not in inner:
-            layer.compile(dynamic=True)  # type: ignore[no-untyped-call]
+            layer.compile(dynamic=True)
