@@ -32,6 +32,7 @@ def _asked(
     lr: Annotated[float | None, typer.Option(help="learning rate, instead of the recipe's")] = None,
     precision: Annotated[str, typer.Option(help="no, bf16 or fp16")] = "no",
     graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
+    compiled: Annotated[bool, typer.Option(help="compile an encoder's layers, once a process")] = False,
     side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
 ) -> Asked:
     """What the options in common say."""
@@ -39,7 +40,7 @@ def _asked(
 
     chosen: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": lr}
     overrides = {name: value for name, value in chosen.items() if value is not None}
-    overrides |= {"precision": precision, "graphs": graphs}
+    overrides |= {"precision": precision, "graphs": graphs, "compiled": compiled}
     return Asked(data, seeds, model, max_length, data_dir, side_by_side, overrides)
 
 

@@ -352,6 +352,11 @@ def test_settings_that_differ_stand_in_the_table() -> None:
     assert "| 0 | epochs 3, learning rate 0.002, delta 0.3 |" in other
     own = compare.markdown([run("am-softmax", 1e-3, loss_options={"margin": 0.25})], "")
     assert "| 0 | epochs 3, learning rate 0.001, margin 0.25 |" in own
+    assert own.endswith("\n1 seeds.\n")
+    again = {**run("softmax", 1e-3, compiled=True), "seed": 1}
+    several = compare.markdown([run("softmax", 1e-3, compiled=True), again, run("as-softmax", 1e-3, compiled=True)], "")
+    assert "fp32, compiled layers." in several
+    assert several.endswith("\n2 seeds, as-softmax 1.\n")
 
 
 @pytest.mark.parametrize("count", ["0", "-2", "many"])

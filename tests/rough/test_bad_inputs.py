@@ -739,7 +739,7 @@ ENTRIES: dict[str, Entry] = {
             **dict.fromkeys(("head_step", "head_dtype"), "choice"),
             "head_rate": "number",
             **dict.fromkeys(("loss", "delta_shape", "skip", "precision"), "choice"),
-            **dict.fromkeys(("merge", "graphs"), "flag"),
+            **dict.fromkeys(("merge", "graphs", "compiled"), "flag"),
         },
         also=("final", "initial", "ratio", "shape", "lam", "max_steps", "name"),
     ),

@@ -17,6 +17,7 @@ from softsieve.tasks import hf
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.hf import FOLDER, PretrainedBody, PretrainedEncoder, _as_numbers, _recordable
 from softsieve.tasks.task import Task, TokenRows
+from softsieve.training.compiled import compile_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,6 +234,9 @@ def test_masks_become_numbers_while_a_graph_is_recorded(monkeypatch: pytest.Monk
             assert _recordable(inputs["attention_mask"], body.encoder).ndim == 2  # on the CPU nothing is recorded
             assert torch.equal(body(**pretending).as_subclass(torch.Tensor), expected)
     assert seen == [(4, 12), (4, 12), (4, 1, 1, 12)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compile_layers(body)  # what is recorded must have been compiled before
+    assert _recordable(pretending["attention_mask"], body.encoder).ndim == 4
     monkeypatch.setattr(body.encoder.config, "_attn_implementation", "sdpa")  # fused: makes none
     assert _recordable(pretending["attention_mask"], body.encoder).ndim == 2
 

@@ -61,6 +61,18 @@ def test_the_same_training(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3, msg=name)
 
 
+def test_a_run_does_not_know_the_threshold_of_another() -> None:
+    first, second = (examples("multilabel", rows, seed) for seed, rows in enumerate((60, 60)))
+    task = Task.build(Data("colours", "multilabel", first, second, None))
+    splits = Splits(task.rows(first), task.rows(second), None)
+    settings = Settings(epochs=2, batch_size=8, learning_rate=1e-3, metric="micro_f1")
+    logs = []
+    for least in (0, 1):
+        task.least = least  # as a run before this one leaves it
+        logs.append(train(task, splits, settings).result.log)
+    assert logs[0] == logs[1]
+
+
 def test_skipping_knows_what_leads() -> None:
     fused, *_ = run("multilabel", many_classes=4, epochs=10, skip="solved", learning_rate=0.02)
     assert fused.result.trained < 1200

@@ -62,6 +62,8 @@ from softsieve.training.settings import PLAIN, Settings
         ({"loss": "softmax", "loss_options": [1]}, TypeError, "loss_options: expected a dict, found list"),
         ({"graphs": True, "precision": "fp16"}, ValueError, "graphs: expected a constant delta"),
         ({"graphs": True, "delta_ratio": 0.5}, ValueError, "graphs: expected a constant delta"),
+        ({"compiled": 1}, TypeError, "compiled: expected True or False, found int"),
+        ({"compiled": True, "freeze_encoder": True}, ValueError, "compiled: expected an encoder that is trained"),
     ],
 )
 def test_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -133,6 +135,7 @@ def test_round_trip_through_json() -> None:
         "head_rate",
         "class_weights",
         "freeze_encoder",
+        "compiled",
     }  # said where they are given, so that others read as they did
     assert not newer & settings.asdict().keys()
     assert {*settings.asdict(), *newer} == {field.name for field in dataclasses.fields(Settings)}

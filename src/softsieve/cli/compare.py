@@ -48,6 +48,7 @@ def compare(
         int | None, typer.Option(min=1, help="trials of each row, on validation rows, to choose its settings by")
     ] = None,
     graphs: Annotated[bool, typer.Option(help="replay steps as CUDA graphs")] = False,
+    compiled: Annotated[bool, typer.Option(help="compile an encoder's layers, once a process")] = False,
     side_by_side: Annotated[int, typer.Option(min=1, help="runs at a time, each a process; 1 for times of record")] = 1,
     config: Annotated[Path | None, typer.Option(help=CONFIG_HELP)] = None,
 ) -> None:
@@ -83,7 +84,7 @@ def compare(
             model=model,
             max_length=max_length,
             data_dir=data_dir,
-            overrides={**overrides, "precision": precision, "graphs": graphs},
+            overrides={**overrides, "precision": precision, "graphs": graphs, "compiled": compiled},
         )
         for name in dict.fromkeys(job.task for job in jobs if job.task not in PRESETS):
             for note in suite.read_task(name, str(data_dir)).notes:

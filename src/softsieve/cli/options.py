@@ -119,6 +119,7 @@ class Options:
         "32,768 classes on, if there are validation rows enough to calibrate it with"
     )
     graphs: bool = _training("replay steps as CUDA graphs, which small models gain from", False)
+    compiled: bool = _training("compile an encoder's layers: a slow first step, faster ones after it", False)
     seed: int = _training("of weights, order and dropout; 42", 42)
 
     delta: float | None = _margin(
@@ -288,7 +289,7 @@ def make_settings(
     return Settings(
         **{
             name: getattr(options, name)
-            for name in (*same, "freeze_encoder", "graphs", "seed", "head_step", "head_dtype", "head_rate")
+            for name in (*same, "freeze_encoder", "graphs", "compiled", "seed", "head_step", "head_dtype", "head_rate")
         },
         class_weights=_read_weights(options.class_weights),
         epochs=int(epochs),

@@ -383,13 +383,17 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
         said = ", ".join(f"{name} {settings[name]:g}" for name in same)
         precision = "fp32" if settings["precision"] == "no" else settings["precision"]
         how = precision + (", CUDA graphs" if settings["graphs"] else "")
+        how += ", compiled layers" if settings.get("compiled") else ""
+        lines = summarise(own)
+        most = max(line["seeds"] for line in lines)
+        fewer = "".join(f", {line['row']} {line['seeds']}" for line in lines if line["seeds"] < most)
         text += [
             f"## {task}\n\n{run['model']}, {run['classes']} classes, rows: {rows}; {said}, {how}.",
             f"\n| | {settings['metric'].replace('_', ' ')} % | p | seconds | speed | steps | trained | screened |"
             + " settings |" * differ,
             "|---|---|---|---|---|---|---|---|" + "---|" * differ,
-            *(_line(line) + f" {say_settings(line['settings'])} |" * differ for line in summarise(own)),
-            f"\n{len({run['seed'] for run in own})} seeds.\n",
+            *(_line(line) + f" {say_settings(line['settings'])} |" * differ for line in lines),
+            f"\n{most} seeds{fewer}.\n",
         ]
     return "\n".join(text)
 

@@ -89,10 +89,14 @@ def _keep_buckets(model: nn.Module) -> None:
 
 
 def _recordable(mask: Tensor, model: nn.Module) -> Tensor:
-    """A mask, as numbers while a CUDA graph is recorded of attention that is not fused: it copies from the host."""
-    fused: bool = getattr(model.config, "_attn_implementation", "") != "eager"
-    needed = not fused and mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    return _as_numbers(mask) if needed else mask
+    """A mask, as numbers while a CUDA graph is recorded of attention that is not fused: it copies from the host.
+
+    And always where layers are compiled, which another shape of the mask would compile anew in the recording.
+    """
+    if getattr(model.config, "_attn_implementation", "") != "eager" or not mask.is_cuda:
+        return mask
+    compiled = any(part._compiled_call_impl is not None for part in model.modules())
+    return _as_numbers(mask) if compiled or torch.cuda.is_current_stream_capturing() else mask
 
 
 def _as_numbers(attended: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from softsieve.losses.objectives import Objective
 from softsieve.tasks.labels import label_flags
 from softsieve.tasks.models import Net, TextBody
 from softsieve.tasks.rows import IGNORED, Batch
+from softsieve.training.compiled import compile_layers
 from softsieve.training.row_adamw import RowAdamW
 from softsieve.training.settings import Settings
 
@@ -60,6 +61,8 @@ class Replica:
         self.objective, self.head_rate = objective, settings.head_rate or 1.0
         self.head = None if self.sharded else _fused_head(model, objective, settings)
         stepping = self._check_head_step(settings)
+        if settings.compiled:
+            compile_layers(model)
         self.model, self.optimizer = self.accelerator.prepare(model, self._make_optimizer(model, settings))
         if stepping and self.head is not None:  # where its weight is by now
             self.head = SieveLinear.from_linear(self.head, optimizer=_head_optimizer(settings))

@@ -92,6 +92,7 @@ def train(
     frozen, rows = settings.freeze_encoder, len(splits.train)
     settings = settings.filled(suited(task.kind, task.labels, rows, hidden_size=size, frozen=frozen))
     torch.manual_seed(settings.seed)
+    task.least = 0  # an earlier run of this task may have found another
     objective = settings.objective(multilabel=task.multilabel)
     model = task.model(objective)
     given = splits.train

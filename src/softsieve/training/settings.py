@@ -26,6 +26,7 @@ NEWER = (
     "head_rate",
     "class_weights",
     "freeze_encoder",
+    "compiled",
 )  # than the first version
 BY_DATA: Any = None  # the default of what depends on data and model: `Settings.filled` has the values
 # For a model that nothing is known of: what fine-tunes an encoder.
@@ -73,6 +74,8 @@ class Settings:
         head_dtype: of the weight of such a head; None: ``"float32"``. ``"bfloat16"`` is rounded stochastically.
         head_rate: learning rate of such a head, as a multiple of ``learning_rate``; None: 1. SGD needs a large one.
         graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
+        compiled: compile the layers of an encoder, all as one, by `torch.compile`: the first step of a process takes
+            half a minute or more, all others less time.
         seed: of weights, order and dropout.
 
     Raises:
@@ -124,6 +127,7 @@ class Settings:
     head_dtype: str | None = None
     head_rate: float | None = None
     graphs: bool = False
+    compiled: bool = False
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -147,8 +151,11 @@ class Settings:
         self._check_loss_options()
         object.__setattr__(self, "class_weights", check_class_weights(self.class_weights))
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
-        if not isinstance(self.freeze_encoder, bool):
-            raise TypeError(f"freeze_encoder: expected True or False, found {type(self.freeze_encoder).__name__}")
+        for name in ("freeze_encoder", "compiled"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, found {type(getattr(self, name)).__name__}")
+        if self.compiled and self.freeze_encoder:
+            raise ValueError("compiled: expected an encoder that is trained, found freeze_encoder")
         _checks.choice("skip", self.skip, SKIP)
         _checks.choice("precision", self.precision, PRECISIONS)
         if self.greater_is_better is None:
@@ -234,6 +241,5 @@ class Settings:
             values["class_weights"] = dict(self.class_weights)
         if self.skip != "solved":
             values["skip_after"] = None
-        if not self.freeze_encoder:
-            values["freeze_encoder"] = None
+        values |= dict.fromkeys(name for name in ("freeze_encoder", "compiled") if not values[name])
         return {name: value for name, value in values.items() if name not in NEWER or value is not None}
