@@ -98,3 +98,23 @@ def test_triton_does_what_torch_does(rule: SGD | AdamW, stochastic: bool) -> Non
     assert error.abs().max() > 2**-8.5  # else it is rounded to the nearest
     spread = float(error.std()) / error.numel() ** 0.5
     assert abs(float(error.mean())) < 5 * spread
+
+
+def test_noise_of_triton_is_right_on_average_and_of_each_place_and_seed() -> None:
+    """Every bit is up half of the time, and says nothing of the same number's in other steps, or of a neighbour's."""
+    from softsieve.kernels import updates_triton
+
+    exact, count, seeds = 1.0 + 2**-7 * 0.3, 4096, [7, 8, 7 + 2**32, 2**62, 2**62 + 1]  # 0.3 of the way to the next
+    grad = torch.full((count,), -exact, device=DEVICE)
+    up = []
+    for seed in seeds:
+        value = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
+        updates_triton.update(value, grad, [], SGD(1.0, 0.0, 0.0), seed)
+        assert set(value.tolist()) == {1.0, 1.0 + 2**-7}
+        up.append((value > 1).double().cpu())
+    many = torch.stack(up)
+    deviation = (0.3 * 0.7) ** 0.5
+    assert (abs(many.mean(1) - 0.3) < 4.5 * deviation / count**0.5).all()
+    neighbours = torch.cat([torch.stack([row.roll(shift) for shift in range(1, 4)]) for row in many])
+    correlations = torch.corrcoef(torch.cat([many, neighbours]))
+    assert (correlations - torch.eye(len(correlations))).abs().max() < 5 / count**0.5
