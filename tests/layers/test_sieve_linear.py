@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from softsieve import AdaptiveSoftmax, HeadAdamW, HeadSGD, SieveLinear
 from softsieve.heads.watching import WeightChanged
-from softsieve.kernels import linear_step
+from softsieve.kernels import linear_step, updates
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.layers.optimizers import HeadOptimizer
 from softsieve.reference import losses as reference
@@ -147,6 +147,36 @@ def test_triton_steps_as_torch_does(rule: str, several: bool, kind: str) -> None
     optimize(plain, RULES[rule]).step()
     torch.testing.assert_close(states.grad, theirs.grad, rtol=1e-3, atol=1e-5, check_dtype=False)
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-3, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("several", [False, True])
+def test_products_step_as_gradients_do(several: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the weight is made where it is used. On a GPU, bfloat16 alone does that unasked."""
+    plain, hidden, target = make(several, "all kinds")
+    if not biased:
+        plain.bias = None  # type: ignore[assignment]
+    calls: list[slice] = []
+    step_product = HeadSGD.step_product
+
+    def counted(self: HeadSGD, layer: Any, classes: slice, *others: Any) -> None:
+        calls.append(classes)
+        step_product(self, layer, classes, *others)
+
+    monkeypatch.setattr(updates, "multiplies", lambda value: True)
+    monkeypatch.setattr(HeadSGD, "step_product", counted)
+    monkeypatch.setattr(linear_step, "WORK", 1 << 13)
+    ours = SieveLinear.from_linear(copy.deepcopy(plain).float(), optimizer=HeadSGD(0.7))
+    states, theirs = hidden.float().requires_grad_(), hidden.clone().requires_grad_()
+    ours.loss(states, target, delta=0.3, backend="triton").backward()  # type: ignore[no-untyped-call]
+    dense_loss(several, theirs, plain, target, delta=0.3).backward()  # type: ignore[no-untyped-call]
+    optimize(plain, RULES["sgd"]).step()
+    assert len(calls) > 1
+    torch.testing.assert_close(states.grad, theirs.grad, rtol=1e-3, atol=1e-5, check_dtype=False)
+    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-3, atol=1e-4, check_dtype=False)
+    if biased:
+        torch.testing.assert_close(ours.bias, plain.bias, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
 def test_autograd_is_told_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,3 +118,23 @@ def test_noise_of_triton_is_right_on_average_and_of_each_place_and_seed() -> Non
     neighbours = torch.cat([torch.stack([row.roll(shift) for shift in range(1, 4)]) for row in many])
     correlations = torch.corrcoef(torch.cat([many, neighbours]))
     assert (correlations - torch.eye(len(correlations))).abs().max() < 5 / count**0.5
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 2), (300, 129, 33), (130, 16, 257), (70, 128, 64)])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_product_is_used_where_it_is_made(shape: tuple[int, int, int], stochastic: bool) -> None:
+    from softsieve.kernels import updates_triton
+
+    classes, rows, size = shape
+    gradient, hidden = torch.randn(rows, classes), torch.randn(rows, size)
+    value = torch.randn(classes, size)
+    value = value.bfloat16() if stochastic else value
+    expected = value.double() - 0.3 * gradient.double().T @ hidden.double()
+    own = value.to(DEVICE)
+    updates_triton.sgd_product(own, gradient.to(DEVICE), hidden.to(DEVICE), 0.3, 5 if stochastic else None)
+    if not stochastic:
+        torch.testing.assert_close(own.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+        return
+    error = (own.cpu().double() - expected).abs()
+    assert (error <= expected.abs() * 2**-7 + 1e-4).all()
+    assert (error > expected.abs() * 2**-8.5 + 1e-4).any()  # else it is rounded to the nearest

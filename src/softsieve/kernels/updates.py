@@ -69,6 +69,18 @@ def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | Ad
             part.copy_(exact)
 
 
+def multiplies(value: Tensor) -> bool:
+    """Whether `sgd_product` is for it: where products of matrices are made by kernels of ours as fast as elsewhere."""
+    return value.is_cuda and HAS_TRITON and value.dtype == torch.bfloat16
+
+
+def sgd_product(value: Tensor, gradient: Tensor, hidden: Tensor, lr: float, seed: int | None) -> None:
+    """`update` by SGD without momentum and decay, with ``gradient.T @ hidden`` for the gradient, in Triton."""
+    from softsieve.kernels import updates_triton
+
+    updates_triton.sgd_product(value, gradient, hidden, lr, seed)
+
+
 def _apply(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | AdamW) -> None:
     """The update itself, in place."""
     if isinstance(rule, SGD):

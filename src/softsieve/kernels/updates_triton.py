@@ -91,6 +91,43 @@ def _adamw(
     _store(values, at, inside, x - lr * scale1 * m / (tl.sqrt(v) * scale2 + eps), seed, BITS)
 
 
+@triton.jit(do_not_specialize=["seed"])
+def _sgd_product(
+    values, gradient, hidden, classes, rows, size, lr, seed,
+    BITS: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Read a block of the weights of some classes; write what SGD makes of them, their gradient a product.
+
+    Blocks of the same classes follow each other, and find the gradient of their logits in the cache.
+    """
+    across = tl.cdiv(size, COLUMNS)
+    at = (tl.program_id(0) // across) * CLASSES + tl.arange(0, CLASSES)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((CLASSES, COLUMNS), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        g = tl.load(gradient + row * classes + at[None, :], mask=(row < rows) & (at < classes)[None, :], other=0.0)
+        h = tl.load(hidden + row * size + column[None, :], mask=(row < rows) & (column < size)[None, :], other=0.0)
+        total = tl.dot(tl.trans(g), h, total, input_precision="ieee")
+    place = at.to(tl.int64)[:, None] * size + column[None, :]
+    inside = (at < classes)[:, None] & (column < size)[None, :]
+    _store(values, place, inside, _load(values, place, inside, BITS) - lr * total, seed, BITS)
+
+
+def sgd_product(value: Tensor, gradient: Tensor, hidden: Tensor, lr: float, seed: int | None) -> None:
+    """``value -= lr * gradient.T @ hidden`` of (classes, size), (rows, classes), (rows, size), rounded as `update` does.
+
+    The product is not written anywhere.
+    """
+    (classes, size), rows, bits = value.shape, len(hidden), seed is not None
+    most = triton.next_power_of_2
+    block = {"CLASSES": 128, "COLUMNS": max(16, min(256, most(size))), "ROWS": max(16, min(64, most(rows)))}
+    _sgd_product[(triton.cdiv(classes, block["CLASSES"]) * triton.cdiv(size, block["COLUMNS"]),)](
+        value.view(torch.int16) if bits else value, gradient, hidden, classes, rows, size, lr, seed or 0,
+        BITS=bits, **block, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
 def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | AdamW, seed: int | None) -> None:
     """As `kernels.updates.update`; contiguous tensors of fewer than 2^31 numbers."""
     count, bits = value.numel(), seed is not None
