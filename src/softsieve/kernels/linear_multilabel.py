@@ -187,8 +187,7 @@ def backward(
         backend.combine(entries, saved.listed, layer.weight, to_hidden)
     rows = (~saved.listed).nonzero_static(size=int(saved.unlisted)).squeeze(1)
 
-    def differentiate(chunk: Chunk, block: Tensor) -> None:
-        _put_labels(chunk, block, label, None, options.backend)
+    def differentiate(chunk: Chunk, block: Tensor) -> None:  # labels are as negatives first, and then written over
         backend.differentiate(chunk, block, none, factor, saved)
         _put_labels(chunk, block, label, values, options.backend)
 

@@ -61,9 +61,10 @@ def _step_products(
     stepper: Stepper,
 ) -> None:  # fmt: skip
     """`step` for these rows alone, with a ``stepper`` that makes the gradient of the weight where it is used."""
-    part, dtype = layer.select(rows), accumulation_dtype(layer.hidden)
+    part, (_, size), dtype = layer.select(rows), layer.weight.shape, accumulation_dtype(layer.hidden)
     sums = part.hidden.new_zeros(part.hidden.shape if to_hidden is not None else (0,), dtype=dtype)
-    for chunk in part.chunks(max(WORK // 4, WORK - part.hidden.nbytes - sums.nbytes)):
+    budget = max(WORK // 4, WORK - part.hidden.nbytes - sums.nbytes)
+    for chunk in part.chunks(budget, beside=size * layer.weight.element_size()):  # weights, which are to stay in a cache
         width = chunk.products.shape[1]
         classes = slice(chunk.start, chunk.start + width)
         differentiate(chunk, rows)
