@@ -210,7 +210,7 @@ def multilabel(
     logits_dtype: Annotated[str, typer.Option(help="of the loss on logits")] = "fp32",
     device: Device = "cpu",
     compiled: Annotated[bool, typer.Option(help="also torch.compile of the rival of the layer")] = False,
-    check: Annotated[bool, typer.Option(help="gradients and update of the layer against float64")] = False,
+    check: Annotated[bool, typer.Option(help="gradients and step of a layer against float64 (first --solved)")] = False,
     part: Annotated[str, typer.Option(help="logits, layer or both")] = "both",
     repeats: Repeats = 9,
     out: Record = None,
@@ -232,23 +232,38 @@ def multilabel(
     console = Console(soft_wrap=True, highlight=False)
     results: list[Any] = []
     missing: dict[str, str] = {}
-    for share in solved if part != "layer" else []:
-        for count, classes in shapes:
-            with console.status(f"logits {count} x {classes}, {share:.0%} of the rows solved"):
-                results += suite.measure_logits(
-                    count, classes, labels=labels, solved=share, device=device, repeats=repeats, delta=delta,
-                    dtype=DTYPES[logits_dtype],
-                )  # fmt: skip
+    settings = {
+        "labels": labels, "dtype": dtype, "logits_dtype": logits_dtype, "device": device, "repeats": repeats,
+        "rate": multilabel_layer.RATE, "delta": delta, "missing": missing,
+    }  # fmt: skip
+
+    def keep(found: list[Any]) -> None:
+        """Long work is written as it goes."""
+        results.extend(found)
+        if out is not None:
+            write_record(out, "multilabel", settings, [result._asdict() for result in results])
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
     for number, share in enumerate(solved if part != "logits" else []):
         for classes, size in layers:
             with console.status(f"layer {classes} x {size}, {share:.0%} of the rows solved"):
-                found, missing = multilabel_layer.measure_step(
+                found, why = multilabel_layer.measure_step(
                     rows, size, classes, labels=labels, solved=share, dense=dense[number] if dense else None,
-                    dtype=DTYPES[dtype], device=device, repeats=repeats, delta=delta, compiled=compiled, check=check,
+                    dtype=DTYPES[dtype], device=device, repeats=repeats, delta=delta, compiled=compiled,
+                    check=check and number == 0,
                 )  # fmt: skip
-                results += found
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            missing.update(why)
+            keep(found)
+    for share in solved if part != "layer" else []:
+        for count, classes in shapes:
+            with console.status(f"logits {count} x {classes}, {share:.0%} of the rows solved"):
+                keep(
+                    suite.measure_logits(
+                        count, classes, labels=labels, solved=share, device=device, repeats=repeats, delta=delta,
+                        dtype=DTYPES[logits_dtype],
+                    )
+                )  # fmt: skip
     columns: Columns = {
         "rows x classes": lambda r: f"{r.rows} x {r.classes}",
         "size": lambda r: str(r.size) if r.size else "logits",
@@ -269,10 +284,6 @@ def multilabel(
     console.print("the states' gradient and of a step of some classes against float64, |difference| / |float64's|")
     for name, reason in missing.items():
         console.print(f"not here: {name} ({reason})")
-    settings = {
-        "labels": labels, "dtype": dtype, "logits_dtype": logits_dtype, "device": device, "repeats": repeats,
-        "rate": multilabel_layer.RATE, "delta": delta, "missing": missing,
-    }  # fmt: skip
     _write(console, out, "multilabel", settings, results)
 
 

@@ -24,11 +24,11 @@ def test_a_table_and_a_record(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["results"]] == [
-        *suite.LOGITS,
         multilabel_layer.CHUNKED,
         multilabel_layer.OURS,
+        *suite.LOGITS,
     ]
-    assert [row["size"] for row in record["results"]] == [0, 0, 16, 16]
+    assert [row["size"] for row in record["results"]] == [16, 16, 0, 0]
 
 
 @pytest.mark.parametrize(

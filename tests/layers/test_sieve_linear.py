@@ -164,7 +164,7 @@ def test_products_step_as_gradients_do(several: bool, biased: bool, monkeypatch:
         calls.append(classes)
         step_product(self, layer, classes, *others)
 
-    monkeypatch.setattr(updates, "multiplies", lambda value: True)
+    monkeypatch.setattr(updates, "multiplies", lambda value, rows: True)
     monkeypatch.setattr(HeadSGD, "step_product", counted)
     monkeypatch.setattr(linear_step, "WORK", 1 << 13)
     ours = SieveLinear.from_linear(copy.deepcopy(plain).float(), optimizer=HeadSGD(0.7))

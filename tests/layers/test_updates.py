@@ -120,7 +120,7 @@ def test_noise_of_triton_is_right_on_average_and_of_each_place_and_seed() -> Non
     assert (correlations - torch.eye(len(correlations))).abs().max() < 5 / count**0.5
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 2), (300, 129, 33), (130, 16, 257), (70, 128, 64)])
+@pytest.mark.parametrize("shape", [(5, 3, 2), (300, 129, 33), (130, 16, 257), (70, 128, 64), (129, 7, 150)])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_product_is_used_where_it_is_made(shape: tuple[int, int, int], stochastic: bool) -> None:
     from softsieve.kernels import updates_triton
@@ -138,3 +138,19 @@ def test_a_product_is_used_where_it_is_made(shape: tuple[int, int, int], stochas
     error = (own.cpu().double() - expected).abs()
     assert (error <= expected.abs() * 2**-7 + 1e-4).all()
     assert (error > expected.abs() * 2**-8.5 + 1e-4).any()  # else it is rounded to the nearest
+
+
+def test_a_product_of_nothing_is_rounded_as_often_up_as_it_should() -> None:
+    """Two numbers share their random bits, half of them each."""
+    from softsieve.kernels import updates_triton
+
+    exact, size, classes = 1.0 + 2**-7 * 0.3, 256, 64  # 0.3 of the way to the next number of bfloat16
+    value = torch.zeros(classes, size, dtype=torch.bfloat16, device=DEVICE)
+    gradient, hidden = torch.full((1, classes), -exact, device=DEVICE), torch.ones(1, size, device=DEVICE)
+    updates_triton.sgd_product(value, gradient, hidden, 1.0, 11)
+    assert set(value.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    up = (value > 1).double().cpu()
+    even, odd = up[:, ::2].flatten(), up[:, 1::2].flatten()
+    for half in (even, odd):
+        assert abs(float(half.mean()) - 0.3) < 4.5 * (0.21 / half.numel()) ** 0.5
+    assert abs(float(torch.corrcoef(torch.stack([even, odd]))[0, 1])) < 4.5 / even.numel() ** 0.5

@@ -31,7 +31,7 @@ def step(
     if not len(rows) and not stepper.everywhere:
         _step_listed(layer, entries, backend, stepper)
         return
-    if stepper.multiplies(layer):
+    if stepper.multiplies(layer, len(rows)):
         _step_products(layer, rows, to_hidden, differentiate, stepper)
         _step_listed(layer, entries, backend, stepper)
         return
@@ -64,7 +64,9 @@ def _step_products(
     part, (_, size), dtype = layer.select(rows), layer.weight.shape, accumulation_dtype(layer.hidden)
     sums = part.hidden.new_zeros(part.hidden.shape if to_hidden is not None else (0,), dtype=dtype)
     budget = max(WORK // 4, WORK - part.hidden.nbytes - sums.nbytes)
-    for chunk in part.chunks(budget, beside=size * layer.weight.element_size()):  # weights, which are to stay in a cache
+    for chunk in part.chunks(
+        budget, beside=size * layer.weight.element_size()
+    ):  # weights, which are to stay in a cache
         width = chunk.products.shape[1]
         classes = slice(chunk.start, chunk.start + width)
         differentiate(chunk, rows)

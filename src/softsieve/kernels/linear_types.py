@@ -180,8 +180,8 @@ class Stepper(Protocol):
     def step(self, layer: Layer, classes: slice | Tensor, grad: Tensor, grad_bias: Tensor | None) -> None:
         """Change weight and bias of these classes by their gradients; each class is there at most once in a step."""
 
-    def multiplies(self, layer: Layer) -> bool:
-        """Whether it takes `step_product`, and then `step` for the same classes: only where steps add up."""
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        """Whether it takes `step_product` of so many rows, and then `step` for the same classes: if steps add up."""
 
     def step_product(
         self, layer: Layer, classes: slice, gradient: Tensor, hidden: Tensor, grad_bias: Tensor | None

@@ -64,8 +64,8 @@ class HeadOptimizer(nn.Module):
         if layer.bias is not None and grad_bias is not None:
             self._update("bias", layer.bias, classes, grad_bias, self._rule(0.0))
 
-    def multiplies(self, layer: Layer) -> bool:
-        """Whether `step_product` is for this layer, and steps of the same classes one after the other add up."""
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        """Whether `step_product` is for so many rows of this layer: only where steps one after the other add up."""
         return False
 
     def step_product(
@@ -143,8 +143,8 @@ class HeadSGD(HeadOptimizer):
     def everywhere(self) -> bool:
         return bool(self.momentum or self.weight_decay)
 
-    def multiplies(self, layer: Layer) -> bool:
-        return not self.everywhere and updates.multiplies(layer.weight)
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        return not self.everywhere and updates.multiplies(layer.weight, rows)
 
     def _rule(self, weight_decay: float) -> updates.SGD:
         return updates.SGD(self.lr, self.momentum, weight_decay)
