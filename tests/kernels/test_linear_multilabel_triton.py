@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def test_one_launch_shows_what_chunks_show(shape: tuple[int, int, int, int], bia
     scanned, maxima = triton_kernel.scan_layer(layer, label, found)
     exact = Layer(*(None if value is None else value.float() for value in layer[:3]), 0.0)  # type: ignore[arg-type]
     chunked, marks = kernel._scan(exact, label, expected, "triton")
-    close = {"rtol": 2e-3, "atol": 2e-2}
+    close: dict[str, Any] = {"rtol": 2e-3, "atol": 2e-2}
     torch.testing.assert_close(found, expected, **close)
     torch.testing.assert_close(maxima.float(), marks.float(), **close)
     lse = [state.top + torch.log(torch.exp(-state.top) + state.total) for state in (scanned, chunked)]
