@@ -122,7 +122,7 @@ def measure_logits(
 
 def _captured(call: Callable[[], None], forget: Callable[[], None]) -> Callable[[], None]:
     """The call as a CUDA graph."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()

@@ -103,7 +103,7 @@ def fused_chunk(hidden: Tensor, part: Tensor, rows: Tensor, columns: Tensor, rat
     gradient = torch.sigmoid_(hidden @ part.T)
     gradient[rows, columns] -= 1
     to_hidden = gradient @ part
-    seed = part.storage_offset() if part.dtype == torch.bfloat16 else None
+    seed = int(part.storage_offset()) if part.dtype == torch.bfloat16 else None
     updates.update(part, gradient.T @ hidden, [], updates.SGD(rate / len(hidden), 0.0, 0.0), seed)
     return to_hidden
 

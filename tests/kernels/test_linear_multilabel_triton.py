@@ -35,7 +35,7 @@ def test_one_launch_shows_what_chunks_show(shape: tuple[int, int, int, int], bia
     found, expected = (torch.full(label.shape, -INF, device=DEVICE) for _ in range(2))
     assert triton_kernel.scans_layer(layer)
     scanned, maxima = triton_kernel.scan_layer(layer, label, found)
-    exact = Layer(*(None if value is None else value.float() for value in layer[:3]), 0.0)  # type: ignore[arg-type]
+    exact = Layer(layer.hidden.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float(), 0.0)
     chunked, marks = kernel._scan(exact, label, expected, "triton")
     close: dict[str, Any] = {"rtol": 2e-3, "atol": 2e-2}
     torch.testing.assert_close(found, expected, **close)

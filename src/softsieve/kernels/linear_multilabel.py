@@ -128,15 +128,15 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
     if options.backend == linear.TRITON:
         from softsieve.kernels import linear_multilabel_rows_triton as rows_triton
 
-        loss, *others = rows_triton.finish(
+        loss, kept, margin, saved = rows_triton.finish(
             state, settled, targets.label, targets.delta, shards.classes, unlisted, options.ignore_index
         )
     else:
         present = targets.label != options.ignore_index
-        loss, *others = _finish(state, settled, present, targets.delta, shards.classes, unlisted)
+        loss, kept, margin, saved = _finish(state, settled, present, targets.delta, shards.classes, unlisted)
     if options.reduction != "none":
         loss = loss.mean() if options.reduction == "mean" else loss.sum()
-    return loss, *others
+    return loss, kept, margin, saved
 
 
 def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str) -> tuple[Scan, Tensor]:
