@@ -199,50 +199,92 @@ def multilabel(
         0.5,
         0.95,
     ],
+    dense: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, max=1, help="of the layer, share of rows made dense, one for each --solved; else half of the others"
+        ),
+    ] = None,
+    delta: Margin = 0.5,
     dtype: Annotated[str, typer.Option(help=f"of the layer, one of {', '.join(DTYPES)}")] = "bf16",
+    logits_dtype: Annotated[str, typer.Option(help="of the loss on logits")] = "fp32",
     device: Device = "cpu",
     compiled: Annotated[bool, typer.Option(help="also torch.compile of the rival of the layer")] = False,
+    check: Annotated[bool, typer.Option(help="gradients and step of a layer against float64 (first --solved)")] = False,
+    part: Annotated[str, typer.Option(help="logits, layer or both")] = "both",
     repeats: Repeats = 9,
     out: Record = None,
 ) -> None:
     """Multi-label losses against dense BCE: on logits, and forward + backward + update of a layer of many classes."""
     from benchmarks import multilabel as suite
+    from benchmarks import multilabel_layer
 
     _check_choices(dtype, device)
-    on_gpu = device == "cuda"
+    _check_choices(logits_dtype, device)
+    if part not in ("both", "logits", "layer"):
+        raise typer.BadParameter(f"expected logits, layer or both, found {part!r}", param_hint="--part")
+    if dense and len(dense) != len(solved):
+        raise typer.BadParameter(
+            f"expected {len(solved)}, one for each --solved, found {len(dense)}", param_hint="--dense"
+        )
     shapes = [_sizes(text, "1024x4271") for text in logits or suite.LOGIT_SHAPES[device]]
-    layers = [_sizes(text, "65536x256") for text in layer or suite.LAYER_SHAPES[device]]
+    layers = [_sizes(text, "65536x256") for text in layer or multilabel_layer.LAYER_SHAPES[device]]
     console = Console(soft_wrap=True, highlight=False)
-    results = []
-    for share in solved:
-        for count, classes in shapes:
-            with console.status(f"logits {count} x {classes}, {share:.0%} of the rows solved"):
-                results += suite.measure_logits(
-                    count, classes, labels=labels, solved=share, device=device, repeats=repeats
-                )
+    results: list[Any] = []
+    missing: dict[str, str] = {}
+    settings = {
+        "labels": labels, "dtype": dtype, "logits_dtype": logits_dtype, "device": device, "repeats": repeats,
+        "rate": multilabel_layer.RATE, "delta": delta, "missing": missing,
+    }  # fmt: skip
+
+    def keep(found: list[Any]) -> None:
+        """Long work is written as it goes."""
+        results.extend(found)
+        if out is not None:
+            write_record(out, "multilabel", settings, [result._asdict() for result in results])
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    for number, share in enumerate(solved if part != "logits" else []):
         for classes, size in layers:
             with console.status(f"layer {classes} x {size}, {share:.0%} of the rows solved"):
-                results += suite.measure_step(
-                    rows, size, classes, labels=labels, solved=share, dtype=DTYPES[dtype], device=device,
-                    repeats=repeats, compiled=compiled,
+                found, why = multilabel_layer.measure_step(
+                    rows, size, classes, labels=labels, solved=share, dense=dense[number] if dense else None,
+                    dtype=DTYPES[dtype], device=device, repeats=repeats, delta=delta, compiled=compiled,
+                    check=check and number == 0,
                 )  # fmt: skip
-            if on_gpu:
-                torch.cuda.empty_cache()
+            missing.update(why)
+            keep(found)
+    for share in solved if part != "layer" else []:
+        for count, classes in shapes:
+            with console.status(f"logits {count} x {classes}, {share:.0%} of the rows solved"):
+                keep(
+                    suite.measure_logits(
+                        count, classes, labels=labels, solved=share, device=device, repeats=repeats, delta=delta,
+                        dtype=DTYPES[logits_dtype],
+                    )
+                )  # fmt: skip
     columns: Columns = {
         "rows x classes": lambda r: f"{r.rows} x {r.classes}",
         "size": lambda r: str(r.size) if r.size else "logits",
         "solved": lambda r: f"{r.solved:.0%}",
         "dense": lambda r: f"{r.dense:.0%}",
         "method": lambda r: r.method,
-        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "ms (p20-p80)": lambda r: f"{r.ms:.3g} ({r.ms_p20:.3g}-{r.ms_p80:.3g})",
+        "mean": lambda r: f"{r.ms_mean:.3g}",
         "time": lambda r: f"{r.time_ratio:.2f}x",
         "extra MB": lambda r: f"{r.extra_mb:.0f}",
+        "errors": lambda r: f"{r.hidden_error:.1e} {r.weight_error:.1e}",
     }
-    title = f"logits: forward + backward, fp32; layers: and update, {dtype}; {device}, median of {repeats}"
+    title = f"logits: forward + backward, {logits_dtype}; layers: and update, {dtype}; {device}, median of {repeats}"
     console.print(table(results, columns, title=title, ends=lambda r: r.method.startswith("softsieve")))
-    console.print("time: to the fastest rival; extra: at the peak, above logits, or above states and weight")
-    settings = {"labels": labels, "dtype": dtype, "device": device, "repeats": repeats, "rate": suite.RATE}
-    _write(console, out, "multilabel", {**settings, "delta": suite.DELTA}, results)
+    console.print(
+        "time: to the fastest rival; extra: at the peak, above logits, or above states and weight; errors: of"
+    )
+    console.print("the states' gradient and of a step of some classes against float64, |difference| / |float64's|")
+    for name, reason in missing.items():
+        console.print(f"not here: {name} ({reason})")
+    _write(console, out, "multilabel", settings, results)
 
 
 @app.command()

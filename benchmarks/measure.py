@@ -31,12 +31,18 @@ def _milliseconds(call: Call, device: str) -> float:
 def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[tuple[float, float, float]]:
     """20th, 50th and 80th percentile of the milliseconds that each call takes.
 
-    The calls take turns, so that a slow spell of the machine falls on all of them.
-
     Example:
         >>> (low, median, high), = times([lambda: sum(range(1000))], repeats=5)
         >>> 0 < low <= median <= high
         True
+    """
+    return [percentiles(milliseconds) for milliseconds in timings(calls, repeats=repeats, device=device)]
+
+
+def timings(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[list[float]]:
+    """The milliseconds that each call takes, every time.
+
+    The calls take turns, so that a slow spell of the machine falls on all of them.
     """
     for call in calls:  # warm-up
         call()
@@ -44,7 +50,7 @@ def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[t
     for _ in range(repeats):
         for call, milliseconds in zip(calls, taken, strict=True):
             milliseconds.append(_milliseconds(call, device))
-    return [percentiles(milliseconds) for milliseconds in taken]
+    return taken
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:

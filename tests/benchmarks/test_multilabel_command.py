@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import multilabel as suite
+from benchmarks import multilabel_layer
 from benchmarks.commands import app
 from softsieve import as_multilabel_loss, linear_as_multilabel_loss
 
@@ -22,8 +23,12 @@ def test_a_table_and_a_record(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*SMALL, "--solved", "0.5", "--out", str(out)])
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
-    assert [row["method"] for row in record["results"]] == [*suite.LOGITS, suite.CHUNKED, suite.OURS]
-    assert [row["size"] for row in record["results"]] == [0, 0, 16, 16]
+    assert [row["method"] for row in record["results"]] == [
+        multilabel_layer.CHUNKED,
+        multilabel_layer.OURS,
+        *suite.LOGITS,
+    ]
+    assert [row["size"] for row in record["results"]] == [16, 16, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def test_rows_are_solved_as_asked(solved: float) -> None:
     logits, flags = suite.make_logits(400, 1000, 5, solved=solved, device="cpu")
     _, stats = as_multilabel_loss(logits, flags, delta=suite.DELTA, against="threshold", return_stats=True)
     assert stats.solved.float().mean() == pytest.approx(solved, abs=0.08)
-    made = suite.make_layer(400, 256, 2000, 5, solved=solved, dtype=torch.float32, device="cpu")
+    made = multilabel_layer.make_layer(400, 256, 2000, 5, solved=solved, dtype=torch.float32, device="cpu")
     _, stats = linear_as_multilabel_loss(*made, delta=suite.DELTA, return_stats=True)
     assert stats.solved.float().mean() == pytest.approx(solved, abs=0.08)
     assert (stats.kept > 1000).float().mean() == pytest.approx((1 - solved) / 2, abs=0.08)
@@ -53,12 +58,12 @@ def test_rows_are_solved_as_asked(solved: float) -> None:
 
 @pytest.mark.parametrize("chunk", [100, 1000])
 def test_the_rival_is_binary_cross_entropy_and_sgd(chunk: int) -> None:
-    hidden, weight, numbers = suite.make_layer(12, 16, 300, 3, solved=0.5, dtype=torch.float32, device="cpu")
+    hidden, weight, numbers = multilabel_layer.make_layer(12, 16, 300, 3, solved=0.5, dtype=torch.float32, device="cpu")
     states, exact = hidden.clone().requires_grad_(), copy.deepcopy(weight).requires_grad_()
     flags = torch.zeros(12, 300).scatter_(1, numbers, 1)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(states @ exact.T, flags, reduction="sum")
     loss.backward()  # type: ignore[no-untyped-call]
-    found = suite.chunked_step(hidden, weight, numbers, chunk, 0.6, suite.bce_chunk)
+    found = multilabel_layer.chunked_step(hidden, weight, numbers, chunk, 0.6, multilabel_layer.bce_chunk)
     torch.testing.assert_close(found, states.grad, rtol=1e-4, atol=1e-5)
     assert exact.grad is not None
     torch.testing.assert_close(weight, exact.detach() - 0.05 * exact.grad, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,7 @@
-"""A layer that steps inside its backward pass ends where torch.optim ends with the whole gradient; and it serves."""
+"""A layer that steps inside its backward pass ends where torch.optim ends with the whole gradient; and it serves.
+
+Training runs on a GPU where there is one. Serving and refusals are the same there, and run on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from torch import Tensor, nn
 
 from softsieve import AdaptiveSoftmax, HeadAdamW, HeadSGD, SieveLinear
 from softsieve.heads.watching import WeightChanged
-from softsieve.kernels import linear_step
+from softsieve.kernels import linear_step, updates
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.layers.optimizers import HeadOptimizer
 from softsieve.reference import losses as reference
 from tests.helpers import IGNORED
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, CLASSES, ROWS = 11, 301, 23
 
 
@@ -70,7 +74,7 @@ def make(
     if not several:
         target = target[:, 0]
         target[::6] = IGNORED
-    return layer.to(dtype), hidden.to(dtype), target
+    return layer.to(DEVICE, dtype), hidden.to(DEVICE, dtype), target.to(DEVICE)
 
 
 def dense_loss(several: bool, hidden: Tensor, layer: nn.Linear, target: Tensor, **options: Any) -> Tensor:
@@ -121,6 +125,7 @@ def test_rows_are_weighted_from_outside(several: bool, reduction: str) -> None:
     plain, hidden, target = make(several, "all kinds")
     ours = SieveLinear.from_linear(copy.deepcopy(plain), optimizer=HeadSGD(0.5))
     above = torch.linspace(-1, 2, ROWS, dtype=torch.float64) if reduction == "none" else torch.tensor(0.3).double()
+    above = above.to(DEVICE)
     loss, stats = ours.loss(hidden, target, delta=0.3, reduction=reduction, return_stats=True)
     loss.backward(above)  # type: ignore[no-untyped-call]
     dense_loss(several, hidden, plain, target, delta=0.3, reduction=reduction).backward(above)  # type: ignore[no-untyped-call]
@@ -142,6 +147,36 @@ def test_triton_steps_as_torch_does(rule: str, several: bool, kind: str) -> None
     optimize(plain, RULES[rule]).step()
     torch.testing.assert_close(states.grad, theirs.grad, rtol=1e-3, atol=1e-5, check_dtype=False)
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-3, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("several", [False, True])
+def test_products_step_as_gradients_do(several: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the weight is made where it is used. On a GPU, bfloat16 alone does that unasked."""
+    plain, hidden, target = make(several, "all kinds")
+    if not biased:
+        plain.bias = None  # type: ignore[assignment]
+    calls: list[slice] = []
+    step_product = HeadSGD.step_product
+
+    def counted(self: HeadSGD, layer: Any, classes: slice, *others: Any) -> None:
+        calls.append(classes)
+        step_product(self, layer, classes, *others)
+
+    monkeypatch.setattr(updates, "multiplies", lambda value, rows: True)
+    monkeypatch.setattr(HeadSGD, "step_product", counted)
+    monkeypatch.setattr(linear_step, "WORK", 1 << 13)
+    ours = SieveLinear.from_linear(copy.deepcopy(plain).float(), optimizer=HeadSGD(0.7))
+    states, theirs = hidden.float().requires_grad_(), hidden.clone().requires_grad_()
+    ours.loss(states, target, delta=0.3, backend="triton").backward()  # type: ignore[no-untyped-call]
+    dense_loss(several, theirs, plain, target, delta=0.3).backward()  # type: ignore[no-untyped-call]
+    optimize(plain, RULES["sgd"]).step()
+    assert len(calls) > 1
+    torch.testing.assert_close(states.grad, theirs.grad, rtol=1e-3, atol=1e-5, check_dtype=False)
+    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-3, atol=1e-4, check_dtype=False)
+    if biased:
+        torch.testing.assert_close(ours.bias, plain.bias, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
 def test_autograd_is_told_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,18 +202,19 @@ def test_nothing_of_the_size_of_the_weight_is_made(monkeypatch: pytest.MonkeyPat
     from benchmarks.measure import peak_bytes
 
     monkeypatch.undo()
-    layer = SieveLinear(64, 400_000, optimizer=HeadSGD(0.1), dtype=torch.bfloat16)
-    hidden, target = torch.randn(8, 64), torch.randint(400_000, (8,))  # all dense
+    layer = SieveLinear(64, 400_000 if DEVICE == "cpu" else 4_000_000, optimizer=HeadSGD(0.1), dtype=torch.bfloat16)
+    layer = layer.to(DEVICE)
+    hidden, target = torch.randn(8, 64, device=DEVICE), torch.randint(400_000, (8,), device=DEVICE)  # all dense
 
     for _ in range(2):
         loss = layer.loss(hidden, target)
-        peak = peak_bytes(loss.backward)
+        peak = peak_bytes(loss.backward, device=DEVICE)
     assert peak < 0.5 * layer.weight.nbytes
 
 
 def test_hidden_states_may_need_no_gradient() -> None:
     _, hidden, target = make(False, "all kinds")
-    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadSGD(0.1), dtype=torch.float64)
+    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadSGD(0.1), dtype=torch.float64, device=DEVICE)
     before = layer.weight.detach().clone()
     layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert not torch.equal(layer.weight, before)
@@ -199,12 +235,12 @@ def test_without_an_optimizer_there_are_gradients() -> None:
 
 
 def test_tiny_steps_add_up_with_stochastic_rounding_alone() -> None:
-    target = torch.randint(40, (64,))
-    states = torch.randn(64, 8) * 0.5
+    target = torch.randint(40, (64,)).to(DEVICE)
+    states = (torch.randn(64, 8) * 0.5).to(DEVICE)
     losses = {}
     for stochastic in (True, False):
         torch.manual_seed(0)
-        layer = SieveLinear(8, 40, optimizer=HeadSGD(1e-3, stochastic=stochastic), dtype=torch.bfloat16)
+        layer = SieveLinear(8, 40, optimizer=HeadSGD(1e-3, stochastic=stochastic), dtype=torch.bfloat16).to(DEVICE)
         first = layer.weight.detach().clone()
         for _ in range(300):
             loss = layer.loss(states, target, delta=1.0)
@@ -216,10 +252,10 @@ def test_tiny_steps_add_up_with_stochastic_rounding_alone() -> None:
 
 
 def test_states_are_cast_and_loss_is_not() -> None:
-    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadAdamW(), dtype=torch.bfloat16)
-    hidden = torch.randn(5, SIZE, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = layer.loss(hidden, torch.arange(5))
+    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadAdamW(), dtype=torch.bfloat16, device=DEVICE)
+    hidden = torch.randn(5, SIZE, requires_grad=True, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = layer.loss(hidden, torch.arange(5, device=DEVICE))
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.dtype == torch.float32
     assert hidden.grad is not None
@@ -240,13 +276,13 @@ def test_a_checkpoint_resumes_to_the_last_bit(rule: str, dtype: torch.dtype) -> 
             _, hidden, target = make(True, "all kinds", seed=step, dtype=torch.float32)
             layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
 
-    layer = SieveLinear(SIZE, CLASSES, optimizer=RULES[rule].ours(), dtype=dtype)
+    layer = SieveLinear(SIZE, CLASSES, optimizer=RULES[rule].ours(), dtype=dtype, device=DEVICE)
     run(layer, range(3))
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     run(layer, range(3, 6))
     file.seek(0)
-    other = SieveLinear(SIZE, CLASSES, optimizer=RULES[rule].ours(), dtype=dtype)
+    other = SieveLinear(SIZE, CLASSES, optimizer=RULES[rule].ours(), dtype=dtype, device=DEVICE)
     other.load_state_dict(torch.load(file))
     run(other, range(3, 6))
     assert torch.equal(layer.weight, other.weight)
@@ -257,7 +293,7 @@ def test_a_checkpoint_resumes_to_the_last_bit(rule: str, dtype: torch.dtype) -> 
 
 def test_a_copy_is_independent() -> None:
     _, hidden, target = make(False, "all kinds", dtype=torch.float32)
-    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadAdamW(0.1))
+    layer = SieveLinear(SIZE, CLASSES, optimizer=HeadAdamW(0.1), device=DEVICE)
     other = copy.deepcopy(layer)
     layer.loss(hidden, target).backward()  # type: ignore[no-untyped-call]
     assert other.optimizer is not None

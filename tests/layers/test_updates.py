@@ -98,3 +98,59 @@ def test_triton_does_what_torch_does(rule: SGD | AdamW, stochastic: bool) -> Non
     assert error.abs().max() > 2**-8.5  # else it is rounded to the nearest
     spread = float(error.std()) / error.numel() ** 0.5
     assert abs(float(error.mean())) < 5 * spread
+
+
+def test_noise_of_triton_is_right_on_average_and_of_each_place_and_seed() -> None:
+    """Every bit is up half of the time, and says nothing of the same number's in other steps, or of a neighbour's."""
+    from softsieve.kernels import updates_triton
+
+    exact, count, seeds = 1.0 + 2**-7 * 0.3, 4096, [7, 8, 7 + 2**32, 2**62, 2**62 + 1]  # 0.3 of the way to the next
+    grad = torch.full((count,), -exact, device=DEVICE)
+    up = []
+    for seed in seeds:
+        value = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
+        updates_triton.update(value, grad, [], SGD(1.0, 0.0, 0.0), seed)
+        assert set(value.tolist()) == {1.0, 1.0 + 2**-7}
+        up.append((value > 1).double().cpu())
+    many = torch.stack(up)
+    deviation = (0.3 * 0.7) ** 0.5
+    assert (abs(many.mean(1) - 0.3) < 4.5 * deviation / count**0.5).all()
+    neighbours = torch.cat([torch.stack([row.roll(shift) for shift in range(1, 4)]) for row in many])
+    correlations = torch.corrcoef(torch.cat([many, neighbours]))
+    assert (correlations - torch.eye(len(correlations))).abs().max() < 5 / count**0.5
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 2), (300, 129, 33), (130, 16, 257), (70, 128, 64), (129, 7, 150)])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_product_is_used_where_it_is_made(shape: tuple[int, int, int], stochastic: bool) -> None:
+    from softsieve.kernels import updates_triton
+
+    classes, rows, size = shape
+    gradient, hidden = torch.randn(rows, classes), torch.randn(rows, size)
+    value = torch.randn(classes, size)
+    value = value.bfloat16() if stochastic else value
+    expected = value.double() - 0.3 * gradient.double().T @ hidden.double()
+    own = value.to(DEVICE)
+    updates_triton.sgd_product(own, gradient.to(DEVICE), hidden.to(DEVICE), 0.3, 5 if stochastic else None)
+    if not stochastic:
+        torch.testing.assert_close(own.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+        return
+    error = (own.cpu().double() - expected).abs()
+    assert (error <= expected.abs() * 2**-7 + 1e-4).all()
+    assert (error > expected.abs() * 2**-8.5 + 1e-4).any()  # else it is rounded to the nearest
+
+
+def test_a_product_of_nothing_is_rounded_as_often_up_as_it_should() -> None:
+    """Two numbers share their random bits, half of them each."""
+    from softsieve.kernels import updates_triton
+
+    exact, size, classes = 1.0 + 2**-7 * 0.3, 256, 64  # 0.3 of the way to the next number of bfloat16
+    value = torch.zeros(classes, size, dtype=torch.bfloat16, device=DEVICE)
+    gradient, hidden = torch.full((1, classes), -exact, device=DEVICE), torch.ones(1, size, device=DEVICE)
+    updates_triton.sgd_product(value, gradient, hidden, 1.0, 11)
+    assert set(value.flatten().tolist()) == {1.0, 1.0 + 2**-7}
+    up = (value > 1).double().cpu()
+    even, odd = up[:, ::2].flatten(), up[:, 1::2].flatten()
+    for half in (even, odd):
+        assert abs(float(half.mean()) - 0.3) < 4.5 * (0.21 / half.numel()) ** 0.5
+    assert abs(float(torch.corrcoef(torch.stack([even, odd]))[0, 1])) < 4.5 / even.numel() ** 0.5

@@ -27,6 +27,8 @@ from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
 from softsieve.kernels.linear_types import Chunk, Entries, Layer, Options, SavedSides, Scan, Settled, Stepper, Targets
 from softsieve.kernels.multilabel_torch import settle_side
 
+MOST_COMPARED = 128  # labels a row, at most, that a launch compares with each other
+
 
 def check_class_numbers(labels: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Where labels, (rows, so many), are not padding; refused out of range, twice in a row, or in an empty row.
@@ -104,17 +106,11 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
     """The loss, reduced; of every row how many classes are kept, and its margin; and what backward needs."""
     backend, hidden = linear.load_backend(options.backend), layer.hidden
     shards = linear.Shards(options.group, len(layer.weight), hidden.device)
-    present = check_class_numbers(targets.label, shards.classes, options.ignore_index)
-    label = _own_labels(targets.label, present, shards)
+    label = _own_labels(targets.label, shards, options, check=True)
     none = label.new_full((len(label),), -1)
     zeros = hidden.new_zeros(len(label), dtype=accumulation_dtype(hidden))
     own = zeros.new_full(label.shape, -INF)
-    scanned = Scan(zeros.clone(), zeros.clone(), zeros, torch.full_like(zeros, -INF))  # without the threshold's 1
-    marks = backend.make_marks(layer, scanned)
-    for chunk in layer.chunks(linear.BUFFER):
-        _take_labels(chunk, label, own, options.backend)
-        backend.scan(chunk, none, scanned, marks)
-    del chunk
+    scanned, marks = _scan(layer, label, own, options.backend)
     top, total, _, rival = shards.merge_scans(scanned)
     own = shards.merge_largest(own)
     settled = backend.settle(
@@ -128,21 +124,62 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
             _put_labels(chunk, rows, label, None, options.backend)
             backend.sum_kept(chunk, rows, none, zeros, settled)
     settled = shards.merge_kept(settled)
-    return _finish(
-        Scan(top, total, own, rival), settled, present, targets.delta, shards.classes, unlisted, options.reduction
-    )
+    state = Scan(top, total, own, rival)
+    if options.backend == linear.TRITON:
+        from softsieve.kernels import linear_multilabel_rows_triton as rows_triton
+
+        loss, kept, margin, saved = rows_triton.finish(
+            state, settled, targets.label, targets.delta, shards.classes, unlisted, options.ignore_index
+        )
+    else:
+        present = targets.label != options.ignore_index
+        loss, kept, margin, saved = _finish(state, settled, present, targets.delta, shards.classes, unlisted)
+    if options.reduction != "none":
+        loss = loss.mean() if options.reduction == "mean" else loss.sum()
+    return loss, kept, margin, saved
 
 
-def _own_labels(labels: Tensor, present: Tensor, shards: linear.Shards) -> Tensor:
+def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str) -> tuple[Scan, Tensor]:
+    """A pass over all logits: of the negatives, with 0 in ``top`` but without the threshold's 1 in ``total``.
+
+    Also the backend's marks; logits of the labels are written to ``own``, both (rows, labels).
+    """
+    if backend == linear.TRITON:
+        from softsieve.kernels import linear_multilabel_triton
+
+        if linear_multilabel_triton.scans_layer(layer):
+            return linear_multilabel_triton.scan_layer(layer, label, own)
+    loaded = linear.load_backend(backend)
+    none = label.new_full((len(label),), -1)
+    zeros = own.new_zeros(len(label))
+    scanned = Scan(zeros.clone(), zeros.clone(), zeros, torch.full_like(zeros, -INF))
+    marks = loaded.make_marks(layer, scanned)
+    for chunk in layer.chunks(linear.BUFFER):
+        _take_labels(chunk, label, own, backend)
+        loaded.scan(chunk, none, scanned, marks)
+    return scanned, marks
+
+
+def _own_labels(labels: Tensor, shards: linear.Shards, options: Options, *, check: bool) -> Tensor:
     """Labels that count from this shard's first class; -1 for those of other shards, and for padding."""
+    if options.backend == linear.TRITON and labels.shape[1] <= MOST_COMPARED and not (check and labels.is_cpu):
+        from softsieve.kernels import linear_multilabel_rows_triton as rows_triton
+
+        return rows_triton.own_labels(
+            labels, shards.first, shards.own, shards.classes, options.ignore_index, check=check
+        )
+    if check:
+        present = check_class_numbers(labels, shards.classes, options.ignore_index)
+    else:
+        present = labels != options.ignore_index
     label = shards.own_labels(labels)
     return label.masked_fill(~present | (label < 0) | (label >= shards.own), -1)
 
 
 def _finish(
-    state: Scan, settled: Settled, present: Tensor, delta: Tensor, classes: int, unlisted: int, reduction: str
+    state: Scan, settled: Settled, present: Tensor, delta: Tensor, classes: int, unlisted: int
 ) -> tuple[Tensor, Tensor, Tensor, SavedSides]:
-    """`forward` from what all shards know; ``state.own`` has the logits of the labels, (rows, labels)."""
+    """Of every row from what all shards know, without reduction; ``state.own`` has the labels' logits."""
     top, total, own, rival = state
     log_total = torch.where(top > 0, torch.log(torch.exp(-top) + total), torch.log1p(total))
     lse = top + log_total
@@ -159,8 +196,6 @@ def _finish(
     kept = (negatives + positive.kept).masked_fill(unusable, classes)
     gradient = torch.exp((-own - positive.base[:, None]) - positive.norm[:, None]).neg_().masked_fill_(~keep, 0)
     gradient.masked_fill_(present & unusable[:, None], float("nan"))
-    if reduction != "none":
-        loss = loss.mean() if reduction == "mean" else loss.sum()
     saved = SavedSides(
         settled.threshold, negatives + 1, lse, norm, settled.listed, settled.classes, settled.logits,
         torch.tensor(unlisted), gradient,
@@ -178,17 +213,21 @@ def backward(
     """
     backend = linear.load_backend(options.backend)
     shards = linear.Shards(options.group, len(layer.weight), labels.device)
-    label = _own_labels(labels, labels != options.ignore_index, shards)
+    label = _own_labels(labels, shards, options, check=False)
     none = label.new_full((len(label),), -1)
     to_hidden, *_ = grads = linear.empty_gradients(layer[:3], wanted)
-    values = saved.positives * factor[:, None]
-    entries = _list_entries(label, values, factor, saved, len(layer.weight))
+    if options.backend == linear.TRITON:
+        from softsieve.kernels import linear_multilabel_rows_triton as rows_triton
+
+        entries, values = rows_triton.list_entries(label, factor, saved, len(layer.weight))
+    else:
+        values = saved.positives * factor[:, None]
+        entries = _list_entries(label, values, factor, saved, len(layer.weight))
     if to_hidden is not None:
         backend.combine(entries, saved.listed, layer.weight, to_hidden)
     rows = (~saved.listed).nonzero_static(size=int(saved.unlisted)).squeeze(1)
 
-    def differentiate(chunk: Chunk, block: Tensor) -> None:
-        _put_labels(chunk, block, label, None, options.backend)
+    def differentiate(chunk: Chunk, block: Tensor) -> None:  # labels are as negatives first, and then written over
         backend.differentiate(chunk, block, none, factor, saved)
         _put_labels(chunk, block, label, values, options.backend)
 

@@ -1,7 +1,7 @@
 """The step of an optimizer inside the backward pass of a linear layer: gradients some classes at a time, used at once.
 
 A chunk of classes is read for the gradient of the hidden states before its weights are changed, and its own gradient is
-thrown away after that. `Stepper` says what is done with a chunk; `kernels.updates` does it.
+thrown away after that, or never there at all. `Stepper` says what is done with a chunk; `kernels.updates` does it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def step(
     if not len(rows) and not stepper.everywhere:
         _step_listed(layer, entries, backend, stepper)
         return
+    if stepper.multiplies(layer, len(rows)):
+        _step_products(layer, rows, to_hidden, differentiate, stepper)
+        _step_listed(layer, entries, backend, stepper)
+        return
     part, (_, size) = layer.select(rows), layer.weight.shape
     dtype = accumulation_dtype(layer.hidden)
     sums = part.hidden.new_zeros(part.hidden.shape if to_hidden is not None else (0,), dtype=dtype)
@@ -49,6 +53,27 @@ def step(
         backend.spread(entries.part(begin, end, entries.keys[begin:end] - chunk.start), layer.hidden, grad, grad_bias)
         stepper.step(layer, classes, grad, grad_bias)
     if to_hidden is not None and len(rows):
+        to_hidden[rows] = sums.to(to_hidden.dtype)
+
+
+def _step_products(
+    layer: Layer, rows: Tensor, to_hidden: Tensor | None, differentiate: Callable[[Chunk, Tensor], None],
+    stepper: Stepper,
+) -> None:  # fmt: skip
+    """`step` for these rows alone, with a ``stepper`` that makes the gradient of the weight where it is used."""
+    part, (_, size), dtype = layer.select(rows), layer.weight.shape, accumulation_dtype(layer.hidden)
+    sums = part.hidden.new_zeros(part.hidden.shape if to_hidden is not None else (0,), dtype=dtype)
+    budget = max(WORK // 4, WORK - part.hidden.nbytes - sums.nbytes)
+    for chunk in part.chunks(
+        budget, beside=size * layer.weight.element_size()
+    ):  # weights, which are to stay in a cache
+        width = chunk.products.shape[1]
+        classes = slice(chunk.start, chunk.start + width)
+        differentiate(chunk, rows)
+        grad_bias = None if layer.bias is None else sums.new_zeros(width)
+        add_products(chunk.products, part.hidden, layer.weight[classes], sums, None, grad_bias, first=True)
+        stepper.step_product(layer, classes, chunk.products, part.hidden, grad_bias)
+    if to_hidden is not None:
         to_hidden[rows] = sums.to(to_hidden.dtype)
 
 

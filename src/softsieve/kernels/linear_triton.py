@@ -25,6 +25,7 @@ from softsieve.kernels.linear_types import (
 
 TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
+FEW_ROWS = 2048  # rows of which each has a program, and these leave a GPU idle with few warps
 LISTED = 16  # classes of a row, at most, that are listed
 _TILE = tl.constexpr(TILE)
 
@@ -68,9 +69,11 @@ def _scan(
     here = (t >= 0) & (t < width)
     o = _logit(tl.load(products + t, mask=here, other=0.0), bias, start + t, here, cap, BIASED, CAPPED)
     tl.store(own + row, o, mask=here)
-    highest = tl.load(top + row)
-    running = tl.load(total + row)
-    others = tl.load(rival + row)
+    before = tl.load(top + row)
+    # Each of TILES tiles has sums of its own, so that nothing is passed between the warps before the end.
+    highest = tl.where(tl.arange(0, TILES) >= 0, tl.maximum(before, o), 0.0)
+    running = tl.zeros((TILES,), tl.float32)
+    others = tl.full((TILES,), -float("inf"), tl.float32)
     for begin in range(0, tl.cdiv(width, _TILE), TILES):
         tile = begin + tl.arange(0, TILES)
         at = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
@@ -81,14 +84,17 @@ def _scan(
             x = _logit(x, bias, start + at, at < width, cap, BIASED, CAPPED)
         largest = tl.max(tl.where(at == t, -float("inf"), x), 1)
         tl.store(maxima + tile, largest.to(maxima.dtype.element_ty), mask=tile * _TILE < width)
-        others = tl.maximum(others, tl.max(largest, 0))
-        higher = tl.maximum(tl.maximum(highest, o), others)
+        others = tl.maximum(others, largest)
+        higher = tl.maximum(highest, largest)
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        running = running * tl.exp(highest - base) + tl.sum(tl.sum(tl.exp(x - base), 1), 0)
+        running = running * tl.exp(highest - base) + tl.sum(tl.exp(x - base[:, None]), 1)
         highest = higher
-    tl.store(top + row, highest)
-    tl.store(total + row, running)
-    tl.store(rival + row, others)
+    above = tl.max(highest, 0)
+    base = tl.where(above == -float("inf"), 0.0, above)
+    sums = tl.sum(running * tl.exp(highest - base), 0)
+    tl.store(top + row, above)
+    tl.store(total + row, tl.load(total + row) * tl.exp(before - base) + sums)
+    tl.store(rival + row, tl.maximum(tl.load(rival + row), tl.max(others, 0)))
 
 
 @triton.jit
@@ -350,11 +356,12 @@ def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
     """Take in a chunk of logits."""
     products, bias, cap, start = chunk
     rows, width = products.shape
-    tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 8)
+    warps = 4 if rows <= FEW_ROWS else 2
+    tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 4 * warps)
     _scan[(rows,)](
         products, products if bias is None else bias, label, *state, marks,
         start, width, marks.shape[1], cap, **_logit_options(chunk), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
-        num_warps=2,
+        num_warps=warps,
     )  # fmt: skip
 
 

@@ -180,6 +180,14 @@ class Stepper(Protocol):
     def step(self, layer: Layer, classes: slice | Tensor, grad: Tensor, grad_bias: Tensor | None) -> None:
         """Change weight and bias of these classes by their gradients; each class is there at most once in a step."""
 
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        """Whether it takes `step_product` of so many rows, and then `step` for the same classes: if steps add up."""
+
+    def step_product(
+        self, layer: Layer, classes: slice, gradient: Tensor, hidden: Tensor, grad_bias: Tensor | None
+    ) -> None:
+        """`step` with ``gradient.T @ hidden`` for the gradient, which is never there; (rows, classes), (rows, size)."""
+
 
 class Backend(Protocol):
     """What is done with logits while they are there. Labels count from the first class of this shard."""

@@ -18,6 +18,7 @@ from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.cross_entropy_torch import accumulation_dtype
 
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # numbers that are worked on at a time
+MULTIPLIED = 512  # rows, at most, of which a product is made where it is used
 UPPER = int(sys.byteorder == "little")  # which half of the memory of a float32 bfloat16 has
 
 
@@ -67,6 +68,18 @@ def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | Ad
             round_randomly(exact, part, generator)
         elif exact.dtype != part.dtype:
             part.copy_(exact)
+
+
+def multiplies(value: Tensor, rows: int) -> bool:
+    """Whether `sgd_product` is for it: with more rows, the vendor's product and a pass over it take less time."""
+    return value.is_cuda and HAS_TRITON and value.dtype == torch.bfloat16 and rows <= MULTIPLIED
+
+
+def sgd_product(value: Tensor, gradient: Tensor, hidden: Tensor, lr: float, seed: int | None) -> None:
+    """`update` by SGD without momentum and decay, with ``gradient.T @ hidden`` for the gradient, in Triton."""
+    from softsieve.kernels import updates_triton
+
+    updates_triton.sgd_product(value, gradient, hidden, lr, seed)
 
 
 def _apply(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | AdamW) -> None:

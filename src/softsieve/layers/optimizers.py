@@ -64,6 +64,18 @@ class HeadOptimizer(nn.Module):
         if layer.bias is not None and grad_bias is not None:
             self._update("bias", layer.bias, classes, grad_bias, self._rule(0.0))
 
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        """Whether `step_product` is for so many rows of this layer: only where steps one after the other add up."""
+        return False
+
+    def step_product(
+        self, layer: Layer, classes: slice, gradient: Tensor, hidden: Tensor, grad_bias: Tensor | None
+    ) -> None:
+        """`step` by ``gradient.T @ hidden``, which is made where it is used."""
+        updates.sgd_product(layer.weight[classes], gradient, hidden, self.lr, self._draw(layer.weight))
+        if layer.bias is not None and grad_bias is not None:
+            self._update("bias", layer.bias, classes, grad_bias, self._rule(0.0))
+
     def _update(
         self, parameter: str, whole: Tensor, classes: slice | Tensor, grad: Tensor, rule: updates.SGD | updates.AdamW
     ) -> None:
@@ -130,6 +142,9 @@ class HeadSGD(HeadOptimizer):
     @property
     def everywhere(self) -> bool:
         return bool(self.momentum or self.weight_decay)
+
+    def multiplies(self, layer: Layer, rows: int) -> bool:
+        return not self.everywhere and updates.multiplies(layer.weight, rows)
 
     def _rule(self, weight_decay: float) -> updates.SGD:
         return updates.SGD(self.lr, self.momentum, weight_decay)
