@@ -210,11 +210,26 @@ def compute(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
-def _choose_way(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Any:
-    """The module that computes it: that which holds logits, where gradients are wanted and those of enough rows fit."""
+def _choose_way(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options) -> Any:
+    """The module that computes it: one that holds logits, where those of enough rows fit and gradients are wanted."""
+    if needs_op(hidden) or torch._C._are_functorch_transforms_active():
+        return kernel
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    plain = not needs_op(hidden) and not torch._C._are_functorch_transforms_active()
-    return linear_rows if wanted and plain and linear_rows.block_rows(hidden, weight, options) else kernel
+    if options.backend == kernel.TRITON:
+        from softsieve.kernels import linear_held
+
+        return linear_held if linear_held.choose(hidden, weight, bias, targets, options, wanted) else kernel
+    return linear_rows if wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+
+
+def _stats(known: Any) -> LinearASStats:
+    """What a way there leaves of the rows: a tensor of numbers, or `Saved`."""
+    if isinstance(known, Tensor):
+        threshold, kept, lse, _, _, margin, _, right = known.unbind()
+        kept, right = kept.long(), right > 0
+    else:
+        threshold, kept, lse, margin, right = known.threshold, known.kept, known.lse, known.margin, known.right
+    return LinearASStats(kept == 1, kept, (threshold == -math.inf) & (kept > 0), lse, margin, right)
 
 
 def _compute(
@@ -224,15 +239,11 @@ def _compute(
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
         if stepper is None:
-            loss, saved = _choose_way(hidden, weight, bias, options).linear_as_cross_entropy(
-                hidden, weight, bias, targets, options
-            )
+            way = _choose_way(hidden, weight, bias, targets, options)
+            loss, known = way.linear_as_cross_entropy(hidden, weight, bias, targets, options)
         else:
-            loss, saved = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
-        if not return_stats:
-            return loss, None
-        dense = (saved.threshold == -math.inf) & (saved.kept > 0)
-        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.margin, saved.right)
+            loss, known = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
+        return loss, _stats(known) if return_stats else None
     label, delta, class_weight, row_weight = targets
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}
