@@ -172,17 +172,14 @@ def linear(
         "rows x size x classes": lambda r: f"{r.rows} x {r.size} x {r.classes}",
         "dense": lambda r: f"{r.dense:.0%}",
         "method": lambda r: r.method,
-        "ms (p20-p80)": lambda r: f"{r.ms:.3g} ({r.ms_p20:.3g}-{r.ms_p80:.3g})",
-        "mean": lambda r: f"{r.ms_mean:.3g}",
+        "ms, mean": lambda r: f"{r.ms:.3g} {r.ms_mean:.3g}",
         "time": lambda r: f"{r.time_ratio:.2f}x",
-        "lean": lambda r: f"{r.lean_ratio:.2f}x",
         "extra MB": lambda r: f"{r.extra_mb:.0f}",
         "errors": lambda r: f"{r.hidden_error:.1e} {r.weight_error:.1e}",
     }
     console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.OURS))
     console.print(
-        "time: to the fastest rival; lean: to the fastest rival that takes less than 128 MB; extra: MB at the peak, above "
-        "inputs and gradients; errors: of the gradients of"
+        "ms: median; time: to the fastest rival; extra: at the peak, above inputs and gradients; errors: of the gradients of"
     )
     console.print(
         "hidden states and weight against float64's, |difference| / |float64's|, of the loss each method is for"
@@ -245,7 +242,9 @@ def multilabel(
     }
     title = f"logits: forward + backward, fp32; layers: and update, {dtype}; {device}, median of {repeats}"
     console.print(table(results, columns, title=title, ends=lambda r: r.method.startswith("softsieve")))
-    console.print("time: to the fastest rival; extra: at the peak, above logits, or above states and weight")
+    console.print(
+        "ms: median; time: to the fastest rival; extra: at the peak, above logits, or above states and weight"
+    )
     settings = {"labels": labels, "dtype": dtype, "device": device, "repeats": repeats, "rate": suite.RATE}
     _write(console, out, "multilabel", {**settings, "delta": suite.DELTA}, results)
 

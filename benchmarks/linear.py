@@ -193,7 +193,7 @@ def _working(
         try:
             _forward_backward(loss, hidden, weight, target)
             working[method] = loss
-        except Exception as error:  # noqa: BLE001  # whatever a rival may raise
+        except Exception as error:  # whatever a rival may raise
             first = (str(error).splitlines() or [""])[0]
             missing[f"{method}, {len(hidden)} x {hidden.shape[1]} x {len(weight)}"] = f"{type(error).__name__}: {first}"
     return working

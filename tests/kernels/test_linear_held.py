@@ -48,7 +48,9 @@ def layer(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, T
     return *leaves, target.to(DEVICE)  # type: ignore[return-value]
 
 
-def exact(leaves: list[Tensor], target: Tensor, **options: Any) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+def exact(
+    leaves: list[Tensor], target: Tensor, **options: Any
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Loss, three times its gradients, and what is known of the rows, in float64 on the CPU."""
     wide = [x.detach().double().cpu().requires_grad_() for x in leaves]
     shared: dict[str, Any] = {"bias": wide[2] if len(wide) > 2 else None}
@@ -64,7 +66,7 @@ def exact(leaves: list[Tensor], target: Tensor, **options: Any) -> tuple[Tensor,
 def test_agrees_with_the_reference(options: dict[str, Any], biased: bool) -> None:
     hidden, weight, bias, target = layer()
     leaves = [hidden, weight, bias][: 2 + biased]
-    on_device = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    on_device: dict[str, Any] = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     ours, stats = linear_as_cross_entropy(
         hidden, weight, target, bias=bias if biased else None, backend="triton", return_stats=True, **on_device
     )

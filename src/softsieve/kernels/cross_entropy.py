@@ -264,7 +264,11 @@ class _Launched(torch.autograd.Function):
             threshold, kept, lse, norm, share, *_ = numbers.unbind()
             again: Tensor = _apply_backward(grad_loss * (share / parts), logits, target, threshold, kept, lse, norm)
             return again, None, None
-        return launches.backward_numbers(grad_loss, logits, target, numbers, parts, torch.empty_like(logits)), None, None
+        return (
+            launches.backward_numbers(grad_loss, logits, target, numbers, parts, torch.empty_like(logits)),
+            None,
+            None,
+        )
 
 
 def _launch(

@@ -257,18 +257,28 @@ class Rows(NamedTuple):
     valid: Tensor  # bool (): whether all labels are in range
 
 
+@lru_cache(maxsize=1024)
 def settings(classes: int) -> dict[str, int]:
     """How many classes a program takes at a time, and with how many warps."""
     block = min(triton.next_power_of_2(classes), 4096)
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
-@lru_cache(maxsize=1024)  # the work of `next_power_of_2` is a tenth of a small call
+@lru_cache(maxsize=1024)  # for `next_power_of_2` takes a tenth of the time of a small call
 def shape_of(rows: int, classes: int) -> dict[str, int]:
     """How many rows and classes a program takes at a time, and with how many warps."""
     block = min(triton.next_power_of_2(classes), 8192 if rows < 512 else 4096)
     at_once = max(1, min(2048 // block, triton.next_power_of_2(rows), 64))
     return {"ROWS_AT_ONCE": at_once, "BLOCK": block, "num_warps": max(1, min(16, at_once * block // 512))}
+
+
+def empty_results(rows: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where `_finish` writes: the loss, of so many rows or of all, the divisor, its inputs, valid; and a counter of 0."""
+    loss = torch.empty((rows,) if rows else (), dtype=torch.float32, device=device)
+    parts = torch.empty((), dtype=torch.float32, device=device)
+    sums = torch.empty(3 * programs, dtype=torch.float32, device=device)
+    valid = torch.empty((), dtype=torch.bool, device=device)
+    return loss, parts, sums, valid, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def forward_numbers(
@@ -282,21 +292,21 @@ def forward_numbers(
     rows, classes = logits.shape
     shape = shape_of(rows, classes)
     programs = -(-rows // shape["ROWS_AT_ONCE"])
-    make = {"dtype": torch.float32, "device": logits.device}
+    device = logits.device
     if numbers is None:
-        numbers = torch.empty((NUMBERS, rows), **make)
-    sums = torch.empty(3 * programs, **make)
-    parts = torch.empty((), **make)
-    loss = torch.empty((rows,) if reduction == "none" else (), **make)
-    valid = torch.empty((), dtype=torch.bool, device=logits.device)
-    done = torch.zeros(1, dtype=torch.int32, device=logits.device)
-    margins = isinstance(delta, Tensor)
+        numbers = torch.empty((NUMBERS, rows), dtype=torch.float32, device=device)
+    loss, parts, sums, valid, done = empty_results(rows if reduction == "none" else 0, programs, device)
+    margins, margin, delta_stride = target, 0.0, 0
+    if isinstance(delta, Tensor):
+        margins, delta_stride = delta, delta.ndim
+    else:
+        margin = delta
     _forward[(programs,)](
-        logits, logits if bias is None else bias, target, delta if margins else target,
+        logits, logits if bias is None else bias, target, margins,
         logits if weight is None else weight, logits if row_weight is None else row_weight,
         numbers, loss, parts, valid, sums, done,
-        logits.stride(0), rows, numbers.stride(0), classes, 0.0 if margins else delta, delta.ndim if margins else 0,
-        ignore_index, cap, WEIGHTED=weight is not None, ROW_WEIGHTED=row_weight is not None, MARGINS=margins,
+        logits.stride(0), rows, numbers.stride(0), classes, margin, delta_stride, ignore_index, cap,
+        WEIGHTED=weight is not None, ROW_WEIGHTED=row_weight is not None, MARGINS=margins is not target,
         BIASED=bias is not None, CAPPED=cap > 0, MEAN=reduction == "mean", NONE=reduction == "none",
         WHOLE=classes <= shape["BLOCK"], **shape,
     )  # fmt: skip
