@@ -179,7 +179,7 @@ def linear(
     }
     console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.OURS))
     console.print(
-        "ms: median; time: to the fastest rival; extra: at the peak, above inputs and gradients; errors: of the gradients of"
+        "time: median to the fastest rival's; extra: at the peak, above inputs and gradients; errors: of gradients of"
     )
     console.print(
         "hidden states and weight against float64's, |difference| / |float64's|, of the loss each method is for"
@@ -242,9 +242,7 @@ def multilabel(
     }
     title = f"logits: forward + backward, fp32; layers: and update, {dtype}; {device}, median of {repeats}"
     console.print(table(results, columns, title=title, ends=lambda r: r.method.startswith("softsieve")))
-    console.print(
-        "ms: median; time: to the fastest rival; extra: at the peak, above logits, or above states and weight"
-    )
+    console.print("time: to the fastest rival; extra: at the peak, above logits, or above states and weight")
     settings = {"labels": labels, "dtype": dtype, "device": device, "repeats": repeats, "rate": suite.RATE}
     _write(console, out, "multilabel", {**settings, "delta": suite.DELTA}, results)
 

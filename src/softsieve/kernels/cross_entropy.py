@@ -10,8 +10,8 @@ so the target and its ties are kept whatever the rounding. A NaN makes its row d
 The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
 `cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom
 ops by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the
-dispatcher costs more than the work. For each of the compiled kernels that Function is one of its own, which hands on one
-tensor instead of six: a small batch takes no longer than a few of torch's calls.
+dispatcher costs more than the work. For each of the compiled kernels that Function is one of its own, which hands on
+one tensor instead of six: a small batch takes no longer than a few of torch's calls.
 """
 
 from __future__ import annotations

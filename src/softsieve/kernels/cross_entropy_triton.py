@@ -75,7 +75,7 @@ def _count_kept(x, at, label, own, cut, use, classes):
 
 @triton.jit
 def _finish(sums, programs, loss, parts, valid, MEAN: tl.constexpr, NONE: tl.constexpr):
-    """Read what all programs added up, in a fixed order; write the loss, what a mean is divided by, if labels are valid."""
+    """Read what all programs added up, in a fixed order; write the loss, its divisor, and whether labels are valid."""
     losses = tl.zeros((ROWS,), tl.float32)
     shares = tl.zeros((ROWS,), tl.float32)
     wrong = tl.zeros((ROWS,), tl.float32)
@@ -105,8 +105,8 @@ def _forward(
 ):  # fmt: skip
     """Read some rows of logits once, or twice if they are longer than a block and sparse; write what is known of them.
 
-    The program that is done last adds up the losses, so that their order does not depend on chance. A label out of range
-    is not refused here: such a row is written with -1 kept classes, and ``valid`` is false.
+    The program that is done last adds up the losses, so that their order does not depend on chance. A label out of
+    range is not refused here: such a row is written with -1 kept classes, and ``valid`` is false.
     """
     program = tl.program_id(0)
     row = program.to(tl.int64) * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)
@@ -273,7 +273,7 @@ def shape_of(rows: int, classes: int) -> dict[str, int]:
 
 
 def empty_results(rows: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Where `_finish` writes: the loss, of so many rows or of all, the divisor, its inputs, valid; and a counter of 0."""
+    """Where `_finish` writes the loss, of so many rows or of all, and the divisor; its inputs; valid; and a 0."""
     loss = torch.empty((rows,) if rows else (), dtype=torch.float32, device=device)
     parts = torch.empty((), dtype=torch.float32, device=device)
     sums = torch.empty(3 * programs, dtype=torch.float32, device=device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -186,7 +188,7 @@ def compute(
     _checks.target(target, hidden, name="hidden states")
     check_options(ignore_index, reduction, backend)
     cap = 0.0 if softcap is None else _checks.positive("softcap", softcap)
-    margins = _checks.margins(delta, target)
+    delta = _checks.margins(delta, target) if isinstance(delta, Tensor) else _checks.number("delta", delta, 0, 1)
     if row_weight is not None:
         _checks.each_row("row_weight", row_weight, target)
         row_weight = row_weight.reshape(-1)
@@ -200,7 +202,7 @@ def compute(
     casts = stepper is None and torch.is_autocast_enabled(kind)
     if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
-    targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
+    targets = Targets(target.reshape(-1).long(), delta, class_weight, row_weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     loss, stats = _compute(rows, weight, bias, targets, options, return_stats, stepper)
     if not torch.is_autocast_enabled(kind):
@@ -210,16 +212,41 @@ def compute(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
-def _choose_way(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options) -> Any:
-    """The module that computes it: one that holds logits, where those of enough rows fit and gradients are wanted."""
-    if needs_op(hidden) or torch._C._are_functorch_transforms_active():
-        return kernel
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    if options.backend == kernel.TRITON:
-        from softsieve.kernels import linear_held
+@cache
+def _held() -> Any:
+    """The module that needs Triton, imported by the first call that needs it."""
+    return import_module("softsieve.kernels.linear_held")
 
-        return linear_held if linear_held.choose(hidden, weight, bias, targets, options, wanted) else kernel
-    return linear_rows if wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+
+def _differentiable(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
+) -> tuple[Tensor, Any]:
+    """The loss and what is known of the rows, by the module that holds logits where those of enough rows fit.
+
+    A margin that is the same for all rows may be a plain number, which to write on a GPU takes a launch.
+    """
+    plain = not needs_op(hidden) and not torch._C._are_functorch_transforms_active()
+    wanted = torch.is_grad_enabled() and (
+        hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    layer = hidden, weight, bias
+    found: tuple[Tensor, Any]
+    if plain and options.backend == kernel.TRITON:
+        height = _held().choose(*layer, targets, options, wanted)
+        if height:
+            found = _held().linear_as_cross_entropy(*layer, targets, options, height=height)
+            return found
+    targets = _with_margins(targets)
+    way = linear_rows if plain and wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+    found = way.linear_as_cross_entropy(*layer, targets, options)
+    return found
+
+
+def _with_margins(targets: Targets) -> Targets:
+    """With a tensor of margins."""
+    if isinstance(targets.delta, Tensor):
+        return targets
+    return targets._replace(delta=_checks.margins(targets.delta, targets.label))
 
 
 def _stats(known: Any) -> LinearASStats:
@@ -238,13 +265,14 @@ def _compute(
 ) -> tuple[Tensor, LinearASStats | None]:  # fmt: skip
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
+        known: Any
         if stepper is None:
-            way = _choose_way(hidden, weight, bias, targets, options)
-            loss, known = way.linear_as_cross_entropy(hidden, weight, bias, targets, options)
+            loss, known = _differentiable(hidden, weight, bias, targets, options)
         else:
+            targets = _with_margins(targets)
             loss, known = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
         return loss, _stats(known) if return_stats else None
-    label, delta, class_weight, row_weight = targets
+    label, delta, class_weight, row_weight = _with_margins(targets)
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}
     shared["softcap"] = options.cap or None
