@@ -248,24 +248,26 @@ class _Launched(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, options: tuple[Any, ...], known: list[Tensor] | None) -> Tensor:
         launches = _launches()
         target, _, _, ignore_index, _ = options
-        loss, numbers, parts, valid = launches.forward_numbers(logits, *options)
-        check_on_device(valid, logits.shape[1], ignore_index)
+        loss, numbers, work = launches.forward_numbers(logits, *options)
+        check_on_device(work[launches.VALID], logits.shape[1], ignore_index)
         ctx.save_for_backward(logits, target)
-        ctx.known = launches, numbers, parts
+        ctx.known = launches, numbers, work
         if known is not None:
-            known += numbers, parts
+            known += numbers, work[launches.PARTS]
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         logits, target = ctx.saved_tensors
-        launches, numbers, parts = ctx.known
+        launches, numbers, work = ctx.known
         if torch.is_grad_enabled():  # somebody wants the second derivative
             threshold, kept, lse, norm, share, *_ = numbers.unbind()
-            again: Tensor = _apply_backward(grad_loss * (share / parts), logits, target, threshold, kept, lse, norm)
+            again: Tensor = _apply_backward(
+                grad_loss * (share / work[launches.PARTS]), logits, target, threshold, kept, lse, norm
+            )
             return again, None, None
         return (
-            launches.backward_numbers(grad_loss, logits, target, numbers, parts, torch.empty_like(logits)),
+            launches.backward_numbers(grad_loss, logits, target, numbers, work, torch.empty_like(logits)),
             None,
             None,
         )

@@ -8,6 +8,7 @@ added and whose cap is applied here. Runs under Triton's interpreter too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,11 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from softsieve.kernels.launches import Launches
+
 ROWS = tl.constexpr(1024)  # rows at a time in the reduction
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 NUMBERS = 8  # of a row
-KEPT, RIGHT = 1, 7  # their places among them
-_NUMBERS = tl.constexpr(NUMBERS)
+KEPT = 1  # its place among them
+PARTS, VALID = 0, 1  # places in what `forward_numbers` leaves
+WHOLE = 4096  # classes of a row that a program can hold
+# Of longer rows: rows, classes at a time and warps of a program, and the same where there are at most so FEW rows.
+LONG, LONG_FEW, FEW = (1, 1024, 4), (1, 4096, 16), 264
+# What `_finish` reads and writes: what losses are divided by, whether labels are valid, how many programs are done, and
+# the sums of all programs.
+_PARTS, _VALID, _DONE, _SUMS = (tl.constexpr(place) for place in range(4))
 
 
 @triton.jit
@@ -57,25 +66,45 @@ def _load(line, bias, start, use, classes, cap, BIASED: tl.constexpr, CAPPED: tl
 
 
 @triton.jit
-def _take_in(x, at, label, own, top, rival, total):
-    """The largest logit, the largest but the label's, and the sum of exponentials over e^top, with these logits."""
-    rival = tl.maximum(rival, tl.max(tl.where(at == label[:, None], -float("inf"), x), 1))
-    higher = tl.maximum(own, rival)
+def _take_in(x, y, z, u, top, total):
+    """The largest logits of lanes, and their sums of exponentials over e^top, with four more each. (rows, BLOCK)
+
+    Lanes are added up when all are read: until then, threads need not wait for each other.
+    """
+    higher = tl.maximum(tl.maximum(top, tl.maximum(x, y)), tl.maximum(z, u))
     base = tl.where(higher == -float("inf"), 0.0, higher)  # from -inf nothing can be subtracted
-    return higher, rival, total * tl.exp(top - base) + tl.sum(tl.exp(x - base[:, None]), 1)
+    more = (tl.exp(x - base) + tl.exp(y - base)) + (tl.exp(z - base) + tl.exp(u - base))
+    return higher, total * tl.exp(top - base) + more
 
 
 @triton.jit
-def _count_kept(x, at, label, own, cut, use, classes):
-    """How many of these logits reach the threshold, and the sum of their exponentials over the label's, without it."""
+def _others(x, at, label):
+    """Without the label's logit."""
+    return tl.where(at == label[:, None], -float("inf"), x)
+
+
+@triton.jit
+def _sum_lanes(own, lane_top, lane_total):
+    """The largest logit, the largest but the label's, and the sum of exponentials over e^top, of all lanes and it."""
+    rival = tl.max(lane_top, 1)
+    top = tl.maximum(own, rival)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    lanes = lane_total * tl.exp(tl.where(lane_top == -float("inf"), 0.0, lane_top) - base[:, None])
+    return top, rival, tl.sum(tl.where(lane_total == 0.0, 0.0, lanes), 1) + tl.exp(own - base)
+
+
+@triton.jit
+def _kept(x, at, label, own, cut, use, classes):
+    """Which of these logits reach the threshold, and their exponentials over the label's, 0 for the label itself."""
     keep = (x >= cut[:, None]) & (at < classes) & use[:, None]
     rivals = keep & (at != label[:, None])
-    return tl.sum(keep.to(tl.int32), 1), tl.sum(tl.where(rivals, tl.exp(x - own[:, None]), 0.0), 1)
+    return keep.to(tl.int32), tl.where(rivals, tl.exp(x - own[:, None]), 0.0)
 
 
 @triton.jit
-def _finish(sums, programs, loss, parts, valid, MEAN: tl.constexpr, NONE: tl.constexpr):
+def _finish(work, programs, loss, MEAN: tl.constexpr, NONE: tl.constexpr):
     """Read what all programs added up, in a fixed order; write the loss, its divisor, and whether labels are valid."""
+    sums = work + _SUMS
     losses = tl.zeros((ROWS,), tl.float32)
     shares = tl.zeros((ROWS,), tl.float32)
     wrong = tl.zeros((ROWS,), tl.float32)
@@ -91,13 +120,27 @@ def _finish(sums, programs, loss, parts, valid, MEAN: tl.constexpr, NONE: tl.con
         all_parts = tl.where(all_parts == 0.0, 1.0, all_parts)
     if not NONE:
         tl.store(loss, total / all_parts)
-    tl.store(parts, all_parts)
-    tl.store(valid, tl.sum(wrong, 0) == 0.0)
+    tl.store(work + _PARTS, all_parts)
+    tl.store(work + _VALID, (tl.sum(wrong, 0) == 0.0).to(tl.float32))
+
+
+@triton.jit
+def _hand_in(work, loss, row_losses, shares, wrong, MEAN: tl.constexpr, NONE: tl.constexpr):
+    """Write what this program adds up; the program that is the last to do so adds up those of all."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    sums = work + _SUMS + program
+    tl.store(sums, row_losses)
+    tl.store(sums + programs, shares)
+    tl.store(sums + 2 * programs, wrong)
+    tl.debug_barrier()
+    if tl.atomic_add(work + _DONE, 1.0, sem="acq_rel") == programs - 1:
+        tl.debug_barrier()
+        _finish(work, programs, loss, MEAN, NONE)
 
 
 @triton.jit
 def _forward(
-    logits, bias, target, delta, weight, row_weight, numbers, loss, parts, valid, sums, done,
+    logits, bias, target, delta, weight, row_weight, numbers, loss, work,
     stride, rows, span, classes, margin, delta_stride, ignore_index, cap,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, MARGINS: tl.constexpr, BIASED: tl.constexpr,
     CAPPED: tl.constexpr, MEAN: tl.constexpr, NONE: tl.constexpr, WHOLE: tl.constexpr,
@@ -118,16 +161,26 @@ def _forward(
     line = logits + row * stride
     o = _logit(tl.load(line + label, mask=use, other=0.0), bias, label, use, cap, BIASED, CAPPED)
     o = tl.where(use, o, 0.0)
-    rival = tl.full((ROWS_AT_ONCE,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS_AT_ONCE,), tl.float32)
-    top = o
     if WHOLE:
         x, at = _load(line, bias, 0, use, classes, cap, BIASED, CAPPED, BLOCK)
-        top, rival, total = _take_in(x, at, label, o, top, rival, total)
+        others = _others(x, at, label)
+        rival = tl.max(others, 1)
+        top = tl.maximum(o, rival)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        total = tl.sum(tl.exp(others - base[:, None]), 1) + tl.exp(o - base)
     else:
-        for start in range(0, classes, BLOCK):
+        lane_top = tl.full((ROWS_AT_ONCE, BLOCK), -float("inf"), tl.float32)
+        lane_total = tl.zeros((ROWS_AT_ONCE, BLOCK), tl.float32)
+        for start in range(0, classes, 4 * BLOCK):
             x, at = _load(line, bias, start, use, classes, cap, BIASED, CAPPED, BLOCK)
-            top, rival, total = _take_in(x, at, label, o, top, rival, total)
+            y, next_at = _load(line, bias, start + BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
+            z, third_at = _load(line, bias, start + 2 * BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
+            u, last_at = _load(line, bias, start + 3 * BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
+            lane_top, lane_total = _take_in(
+                _others(x, at, label), _others(y, next_at, label), _others(z, third_at, label),
+                _others(u, last_at, label), lane_top, lane_total,
+            )  # fmt: skip
+        top, rival, total = _sum_lanes(o, lane_top, lane_total)
     log_total = tl.log(total)
     lse = top + log_total
     log_pt = (o - top) - log_total
@@ -139,16 +192,19 @@ def _forward(
     sparse = use & (log_pt > -float("inf")) & (ratio > -1.0)
     cut = tl.where(sparse, o + tl.log(1.0 + tl.maximum(ratio, -1.0)), -float("inf")).to(tl.float32)
     sparse = sparse & (cut > -float("inf"))
-    count = tl.zeros((ROWS_AT_ONCE,), tl.int32)
-    odds = tl.zeros((ROWS_AT_ONCE,), tl.float32)
     if WHOLE:
-        count, odds = _count_kept(x, at, label, o, cut, use, classes)
-    elif tl.sum(sparse.to(tl.int32), 0) > 0:
-        for start in range(0, classes, BLOCK):
-            x, at = _load(line, bias, start, use, classes, cap, BIASED, CAPPED, BLOCK)
-            many, more = _count_kept(x, at, label, o, cut, use, classes)
-            count += many
-            odds += more
+        keep, rivals = _kept(x, at, label, o, cut, use, classes)
+        count, odds = tl.sum(keep, 1), tl.sum(rivals, 1)
+    else:
+        lane_count = tl.zeros((ROWS_AT_ONCE, BLOCK), tl.int32)
+        lane_odds = tl.zeros((ROWS_AT_ONCE, BLOCK), tl.float32)
+        if tl.sum(sparse.to(tl.int32), 0) > 0:
+            for start in range(0, classes, BLOCK):
+                x, at = _load(line, bias, start, use, classes, cap, BIASED, CAPPED, BLOCK)
+                keep, rivals = _kept(x, at, label, o, cut, use, classes)
+                lane_count += keep
+                lane_odds += rivals
+        count, odds = tl.sum(lane_count, 1), tl.sum(lane_odds, 1)
     row_loss = tl.where(sparse, tl.minimum(_log1p(odds), nll), nll)
     norm = tl.where(sparse, row_loss - nll, 0.0) + ((top - lse) + log_total)  # with what lse lost in rounding
     share = tl.where(use, 1.0, 0.0)
@@ -169,14 +225,7 @@ def _forward(
     tl.store(numbers + 7 * span, tl.where(use & (o >= rival), 1.0, 0.0), mask=inside)
     if NONE:
         tl.store(loss + row, row_loss, mask=inside)
-    programs = tl.num_programs(0)
-    tl.store(sums + program, tl.sum(row_loss, 0))
-    tl.store(sums + programs + program, tl.sum(share, 0))
-    tl.store(sums + 2 * programs + program, tl.sum((kept < 0).to(tl.float32), 0))
-    tl.debug_barrier()
-    if tl.atomic_add(done, 1, sem="acq_rel") == programs - 1:
-        tl.debug_barrier()
-        _finish(sums, programs, loss, parts, valid, MEAN, NONE)
+    _hand_in(work, loss, tl.sum(row_loss, 0), tl.sum(share, 0), tl.sum((kept < 0).to(tl.float32), 0), MEAN, NONE)
 
 
 @triton.jit
@@ -208,8 +257,8 @@ def _reduce(loss, kept, share, result, valid, rows, MEAN: tl.constexpr):  # fmt:
 
 @triton.jit
 def _backward(
-    grad, grad_loss, logits, bias, target, numbers, parts, grad_stride, stride, rows, span, classes, cap,
-    BIASED: tl.constexpr, CAPPED: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    grad, grad_loss, logits, bias, target, numbers, work, each, grad_stride, stride, rows, span, classes, cap,
+    GIVEN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a block of some rows' logits and these rows' numbers; write the gradient, which is 0 in a solved row.
 
@@ -219,8 +268,9 @@ def _backward(
     inside = row < rows
     numbers += row
     live = tl.load(numbers + span, mask=inside, other=0.0) > 1.0
-    factor = tl.load(grad_loss + row * grad_stride, mask=live, other=0.0).to(tl.float32)
-    factor *= tl.load(numbers + 4 * span, mask=live, other=0.0) / tl.load(parts)
+    factor = tl.load(numbers + 4 * span, mask=live, other=0.0) / tl.load(work + _PARTS)
+    if GIVEN:
+        factor *= tl.load(grad_loss + row * each, mask=live, other=0.0).to(tl.float32)
     cut = tl.load(numbers, mask=live, other=0.0)
     lse = tl.load(numbers + 2 * span, mask=live, other=0.0)
     norm = tl.load(numbers + 3 * span, mask=live, other=0.0)
@@ -234,18 +284,28 @@ def _backward(
     if CAPPED:
         q *= 1.0 - (x / cap) * (x / cap)
     q = tl.where(live[:, None], q, 0.0)
-    tl.store(grad + row[:, None] * classes + at, q.to(grad.dtype.element_ty), mask=inside[:, None] & (at < classes))
+    tl.store(grad + row[:, None] * grad_stride + at, q.to(grad.dtype.element_ty), mask=inside[:, None] & (at < classes))
 
 
 @triton.jit
-def _scale(values, factor, count, BLOCK: tl.constexpr):
-    """Multiply numbers by a factor; nothing is read where it is 1."""
+def _multiply(values, by, count, BLOCK: tl.constexpr):
+    """Multiply numbers in place."""
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, count, tl.num_programs(0) * BLOCK):
+        inside = start + lane < count
+        x = tl.load(values + start + lane, mask=inside, other=0.0).to(tl.float32)
+        tl.store(values + start + lane, (x * by).to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale(a, b, c, factor, count_a, count_b, count_c, BLOCK: tl.constexpr):
+    """Multiply three tensors by a factor; nothing of them is read where it is 1."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
-        for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-            at = values + start + tl.arange(0, BLOCK)
-            x = tl.load(at, mask=start + tl.arange(0, BLOCK) < count, other=0.0).to(tl.float32)
-            tl.store(at, (x * by).to(values.dtype.element_ty), mask=start + tl.arange(0, BLOCK) < count)
+        _multiply(a, by, count_a, BLOCK)
+        _multiply(b, by, count_b, BLOCK)
+        _multiply(c, by, count_c, BLOCK)
 
 
 class Rows(NamedTuple):
@@ -253,32 +313,30 @@ class Rows(NamedTuple):
 
     loss: Tensor  # (), or (rows,) where it is not reduced
     numbers: Tensor  # (8, rows)
-    parts: Tensor  # (): what the losses were divided by
-    valid: Tensor  # bool (): whether all labels are in range
+    work: Tensor  # begins with what the losses were divided by and with whether all labels are in range
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # for `next_power_of_2` takes a tenth of the time of a small call
 def settings(classes: int) -> dict[str, int]:
     """How many classes a program takes at a time, and with how many warps."""
     block = min(triton.next_power_of_2(classes), 4096)
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
-@lru_cache(maxsize=1024)  # for `next_power_of_2` takes a tenth of the time of a small call
-def shape_of(rows: int, classes: int) -> dict[str, int]:
-    """How many rows and classes a program takes at a time, and with how many warps."""
-    block = min(triton.next_power_of_2(classes), 8192 if rows < 512 else 4096)
+@lru_cache(maxsize=1024)
+def shapes(rows: int, classes: int) -> tuple[bool, tuple[int, int, int], tuple[int, int, int]]:
+    """Whether a program has whole rows; rows, classes at a time and warps of one, forward and backward."""
+    block = min(triton.next_power_of_2(classes), WHOLE)
     at_once = max(1, min(2048 // block, triton.next_power_of_2(rows), 64))
-    return {"ROWS_AT_ONCE": at_once, "BLOCK": block, "num_warps": max(1, min(16, at_once * block // 512))}
+    either = at_once, block, max(1, min(8, at_once * block // 512))
+    if classes <= WHOLE:
+        return True, either, either
+    return False, LONG if rows > FEW else LONG_FEW, either
 
 
-def empty_results(rows: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Where `_finish` writes the loss, of so many rows or of all, and the divisor; its inputs; valid; and a 0."""
-    loss = torch.empty((rows,) if rows else (), dtype=torch.float32, device=device)
-    parts = torch.empty((), dtype=torch.float32, device=device)
-    sums = torch.empty(3 * programs, dtype=torch.float32, device=device)
-    valid = torch.empty((), dtype=torch.bool, device=device)
-    return loss, parts, sums, valid, torch.zeros(1, dtype=torch.int32, device=device)
+def empty_work(programs: int, device: torch.device) -> Tensor:
+    """What `_finish` reads and writes, before a launch."""
+    return torch.zeros(_SUMS.value + 3 * programs, dtype=torch.float32, device=device)
 
 
 def forward_numbers(
@@ -287,51 +345,69 @@ def forward_numbers(
 ) -> Rows:  # fmt: skip
     """Loss and what is known of the rows; ``numbers`` may be given, as columns of a larger tensor of them.
 
-    Rows of logits must be contiguous, and so must be all other tensors.
+    The logits of a row must lie beside each other, and all other tensors must be contiguous.
     """
-    rows, classes = logits.shape
-    shape = shape_of(rows, classes)
-    programs = -(-rows // shape["ROWS_AT_ONCE"])
-    device = logits.device
+    (rows, classes), device = logits.shape, logits.device
+    whole, (at_once, block, warps), _ = shapes(rows, classes)
+    programs = -(-rows // at_once)
     if numbers is None:
         numbers = torch.empty((NUMBERS, rows), dtype=torch.float32, device=device)
-    loss, parts, sums, valid, done = empty_results(rows if reduction == "none" else 0, programs, device)
+    work = empty_work(programs, device)
+    loss = torch.empty((rows,) if reduction == "none" else (), dtype=torch.float32, device=device)
     margins, margin, delta_stride = target, 0.0, 0
     if isinstance(delta, Tensor):
         margins, delta_stride = delta, delta.ndim
     else:
         margin = delta
-    _forward[(programs,)](
-        logits, logits if bias is None else bias, target, margins,
-        logits if weight is None else weight, logits if row_weight is None else row_weight,
-        numbers, loss, parts, valid, sums, done,
-        logits.stride(0), rows, numbers.stride(0), classes, margin, delta_stride, ignore_index, cap,
-        WEIGHTED=weight is not None, ROW_WEIGHTED=row_weight is not None, MARGINS=margins is not target,
-        BIASED=bias is not None, CAPPED=cap > 0, MEAN=reduction == "mean", NONE=reduction == "none",
-        WHOLE=classes <= shape["BLOCK"], **shape,
+    others = bias, weight, row_weight, None if margins is target else margins
+    dtypes = tuple(None if other is None else other.dtype for other in others)
+    stride, span = logits.stride(0), numbers.stride(0)
+    _launch_forward(
+        (device, logits.dtype, rows, classes, stride, span, delta_stride, ignore_index, reduction, cap > 0, dtypes),
+        (logits, target, numbers, *(other for other in others if other is not None)), (programs, 1, 1),
+        logits, logits if bias is None else bias, target, margins, logits if weight is None else weight,
+        logits if row_weight is None else row_weight, numbers, loss, work,
+        stride, rows, span, classes, margin, delta_stride, ignore_index, cap,
+        weight is not None, row_weight is not None, margins is not target, bias is not None, cap > 0,
+        reduction == "mean", reduction == "none", whole, at_once, block, num_warps=warps,
     )  # fmt: skip
-    return Rows(loss, numbers, parts, valid)
+    return Rows(loss, numbers, work)
 
 
 def backward_numbers(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, numbers: Tensor, parts: Tensor, grad: Tensor,
+    grad_loss: Tensor | None, logits: Tensor, target: Tensor, numbers: Tensor, work: Tensor, grad: Tensor,
     *, bias: Tensor | None = None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Write the gradient, times that of the loss, (), or of each row's; it may have the place of the logits."""
+    """Write the gradient, times that of the loss, (), or of each row's, if any; it may have the place of the logits."""
     rows, classes = logits.shape
-    shape = shape_of(rows, classes)
-    _backward[(-(-rows // shape["ROWS_AT_ONCE"]), -(-classes // shape["BLOCK"]))](
-        grad, grad_loss, logits, logits if bias is None else bias, target, numbers, parts,
-        grad_loss.stride(0) if grad_loss.ndim else 0, logits.stride(0), rows, numbers.stride(0), classes, cap,
-        BIASED=bias is not None, CAPPED=cap > 0, **shape,
+    _, _, (at_once, block, warps) = shapes(rows, classes)
+    each = 0 if grad_loss is None or not grad_loss.ndim else grad_loss.stride(0)
+    strides = grad.stride(0), logits.stride(0), numbers.stride(0)
+    dtypes = logits.dtype, None if grad_loss is None else grad_loss.dtype, None if bias is None else bias.dtype
+    factor = work if grad_loss is None else grad_loss
+    _launch_backward(
+        (logits.device, dtypes, rows, classes, strides, each, cap > 0),
+        (grad, factor, logits, target, numbers, work, logits if bias is None else bias),
+        (-(-rows // at_once), -(-classes // block), 1),
+        grad, factor, logits, logits if bias is None else bias, target, numbers, work,
+        each, strides[0], strides[1], rows, strides[2], classes, cap,
+        grad_loss is not None, bias is not None, cap > 0, at_once, block, num_warps=warps,
     )  # fmt: skip
     return grad
 
 
-def scale(values: Tensor, factor: Tensor) -> None:
-    """Multiply numbers in place by a factor that is not read on the host."""
-    count = values.numel()
-    _scale[(min(1024, -(-count // 4096)),)](values, factor, count, BLOCK=4096, num_warps=8)
+_launch_forward, _launch_backward, _launch_scale = Launches(_forward), Launches(_backward), Launches(_scale)
+
+
+def scale(values: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Multiply up to three tensors in place by a factor that is not read on the host."""
+    some = [value for value in values if value is not None]
+    some += [some[0]] * (3 - len(some))
+    present = sum(value is not None for value in values)
+    counts = [value.numel() if number < present else 0 for number, value in enumerate(some)]
+    programs = min(1024, -(-max(counts) // 4096))
+    key = (factor.device, factor.dtype, tuple(value.dtype for value in some), tuple(counts))
+    _launch_scale(key, (*some, factor), (programs, 1, 1), *some, factor, *counts, 4096, num_warps=8)
 
 
 def forward(
@@ -340,9 +416,9 @@ def forward(
     """Loss, threshold, kept, lse, norm, share and margin, and whether all labels are valid."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weight = None if weight is None else weight.contiguous()
-    loss, numbers, parts, valid = forward_numbers(logits, target.contiguous(), weight, delta, ignore_index, reduction)
+    loss, numbers, work = forward_numbers(logits, target.contiguous(), weight, delta, ignore_index, reduction)
     threshold, kept, lse, norm, share, margin, *_ = (part.clone() for part in numbers.unbind())
-    return (loss, threshold, kept.long(), lse, norm, share / parts, margin), valid
+    return (loss, threshold, kept.long(), lse, norm, share / work[PARTS], margin), work[VALID]
 
 
 def reduce_rows(loss: Tensor, kept: Tensor, share: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
@@ -359,5 +435,5 @@ def backward(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     numbers = torch.stack((threshold, kept.float(), lse, norm, grad_rows.float()))
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    one = torch.ones((), device=logits.device)
-    return backward_numbers(one, logits, target.contiguous(), numbers, one, grad)
+    one = torch.ones(1, device=logits.device)
+    return backward_numbers(one[0], logits, target.contiguous(), numbers, one, grad)

@@ -1,13 +1,14 @@
 """The linear loss whose logits are held, some rows at a time, on a GPU: three products of matrices instead of four.
 
 `kernels.linear` makes the logits of dense rows a second time in its backward pass. Here a block of rows has the logits
-of all classes, and the gradients are made while these are there.
+of all classes, and their gradient takes their place while they are there. So gradients are made in the forward pass, of
+the reduced loss, and wait for the backward pass, which multiplies them by the loss's. Where that is not to be done,
+all rows must be in one block, whose logits wait for the backward pass.
 
-    one block     All logits fit the memory that is allowed. They wait for the backward pass, which puts their gradient
-                  in their place. Nothing is read on the host, so that a CUDA graph can capture both passes.
-    many blocks   The gradients of a block are made in the forward pass, of the reduced loss, and wait for the backward
-                  pass, which multiplies them. That pays where most rows are dense, as at the start of a training: a
-                  sample of rows says whether they are. The gradient of the weight is rounded once for each block.
+A small layer is always held: nothing is read on the host then, so that a CUDA graph can capture both passes. Of a large
+one, a sample of the rows says whether most are dense, as at the
+start of a training; with few dense rows `kernels.linear` is faster. The gradient of the weight is rounded once for each
+block: the memory that sums in float32 would take makes blocks larger, and so fewer, by twice the layer's size in rows.
 
 What is known of the rows is the tensor of `kernels.cross_entropy_triton`.
 """
@@ -22,10 +23,13 @@ from torch import Tensor
 
 from softsieve.kernels import cross_entropy_triton, linear, linear_torch
 from softsieve.kernels.cross_entropy import check_on_device, differentiable
+from softsieve.kernels.cross_entropy_triton import VALID, Rows
 from softsieve.kernels.linear_types import MEMORY, Options, Targets
 
-UNIT = 128  # rows that a product takes at a time, at least
+UNIT = 192  # rows that a product takes at a time
 FEWEST = 256  # rows of a block, unless it has all
+LINE = 64  # a multiple of so many logits lies between rows: products of other matrices take three times as long
+SMALL = 250 * 10**9  # multiplications of a product, with fewer of which `kernels.linear` waits longer for the host
 SAMPLED = 128  # rows that say whether most are dense
 LISTED = 16  # a row with more classes has its gradient from products of matrices, also in `kernels.linear`
 FREE, SUMMED = 2 / 3, 100  # see `pays`
@@ -33,21 +37,25 @@ Held = list[Tensor | None]
 
 
 def block_rows(hidden: Tensor, weight: Tensor, options: Options) -> int:
-    """How many rows' logits fit the memory that is allowed; 0 where `kernels.linear` is to do it.
-
-    Blocks that are not all rows have the gradient of the reduced loss made before the factor is known with which it is
-    to be multiplied. In float16, such gradients are below its smallest number.
-    """
+    """How many rows' logits fit the memory that is allowed; 0 where `kernels.linear` is to do it."""
     if options.backend != linear.TRITON or options.group:
         return 0
     rows, classes = hidden.shape[0], weight.shape[0]
     beside = 4 * (cross_entropy_triton.NUMBERS + 4) * rows
-    most: int = ((options.memory or MEMORY) - beside) // (classes * weight.element_size())
+    most: int = ((options.memory or MEMORY) - beside) // (_line(classes) * weight.element_size())
     if most >= rows:
         return rows
-    if most < FEWEST or options.reduction == "none" or hidden.dtype == torch.float16:
-        return 0
-    return most - most % UNIT
+    return 0 if most < FEWEST or _waits(hidden, options) else most - most % UNIT
+
+
+def _line(classes: int) -> int:
+    """Logits from the start of a row to that of the next."""
+    return -(-classes // LINE) * LINE
+
+
+def _waits(hidden: Tensor, options: Options) -> bool:
+    """Whether gradients must wait for the factor: rows have different ones, or float16 is too coarse without."""
+    return options.reduction == "none" or hidden.dtype == torch.float16
 
 
 def pays(share: float, height: int) -> bool:
@@ -62,22 +70,28 @@ def pays(share: float, height: int) -> bool:
 def choose(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: bool
 ) -> int:
-    """The rows of a block, 0 for `kernels.linear`.
-
-    Where not all rows fit and gradients are ``wanted``, a sample of the rows says whether blocks pay.
-    """
+    """The rows of a block, 0 for `kernels.linear`; ``wanted`` says whether gradients are."""
     height = block_rows(hidden, weight, options)
-    rows = hidden.shape[0]
-    if height >= rows:
+    rows, size = hidden.shape
+    if height == 0 or not (wanted or height == rows):
+        return 0
+    if rows * size * weight.shape[0] <= SMALL or (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
         return height
-    if not (wanted and height and pays(1.0, height)):
+    if not pays(1.0, height):
         return 0
     with torch.no_grad():
         some = torch.arange(SAMPLED, device=hidden.device) * rows // SAMPLED
-        products = torch.mm(hidden[some], weight.t())
-        sample = _solve(products, bias, _select(targets, some)._replace(class_weight=None, row_weight=None), options)
-        kept = sample.numbers[cross_entropy_triton.KEPT]
+        sample = _select(targets, some)._replace(class_weight=None, row_weight=None)
+        kept = _solve(_multiply(hidden[some], weight), bias, sample, options).numbers[cross_entropy_triton.KEPT]
         return height if pays(float((kept > LISTED).sum() / (kept != 0).sum()), height) else 0
+
+
+def _multiply(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
+    """The products of some rows. (rows, classes)"""
+    rows, classes = hidden.shape[0], weight.shape[0]
+    line = _line(classes)
+    buffer = hidden.new_empty(rows * line) if buffer is None else buffer[: rows * line]
+    return torch.mm(hidden, weight.t(), out=buffer.view(rows, line)[:, :classes])
 
 
 def _select(targets: Targets, rows: slice | Tensor) -> Targets:
@@ -89,80 +103,96 @@ def _select(targets: Targets, rows: slice | Tensor) -> Targets:
 
 def _solve(
     products: Tensor, bias: Tensor | None, targets: Targets, options: Options, numbers: Tensor | None = None
-) -> cross_entropy_triton.Rows:
+) -> Rows:
     """Loss and numbers of the rows with these products."""
     label, delta, class_weight, row_weight = targets
     rows = cross_entropy_triton.forward_numbers(
         products, label, class_weight, delta, options.ignore_index, options.reduction,
         bias=bias, row_weight=row_weight, cap=options.cap, numbers=numbers,
     )  # fmt: skip
-    check_on_device(rows.valid, products.shape[1], options.ignore_index)
+    check_on_device(rows.work[VALID], products.shape[1], options.ignore_index)
     return rows
 
 
 def _blocks(rows: int, height: int) -> Iterator[slice]:
-    """As few as there can be, and as even as whole units can be."""
-    count, units, first = -(-rows // height), -(-rows // UNIT), 0
-    for number in range(count):
-        last = min(rows, units * (number + 1) // count * UNIT) if number + 1 < count else rows
-        yield slice(first, last)
-        first = last
+    return (slice(first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def _add_products(gradient: Tensor, hidden: Tensor, weight: Tensor, grads: Held, first: bool) -> None:
+def _add_products(gradient: Tensor, hidden: Tensor, weight: Tensor, grads: Held, block: slice) -> None:
     """What a block of the logits' gradient gives; the first block writes, others add to weight and bias."""
     to_hidden, to_weight, to_bias = grads
     if to_hidden is not None:
-        torch.mm(gradient, weight, out=to_hidden)
-    if to_weight is not None and first:
+        torch.mm(gradient, weight, out=to_hidden[block])
+    if to_weight is not None and block.start == 0:
         torch.mm(gradient.t(), hidden, out=to_weight)
     elif to_weight is not None:
         to_weight.addmm_(gradient.t(), hidden)
     if to_bias is not None:
         sums = gradient.sum(0, dtype=torch.float32)
-        to_bias.copy_(sums if first else to_bias + sums)
+        to_bias.copy_(sums if block.start == 0 else to_bias + sums)
+
+
+def _forward_whole(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Held]:
+    """Loss, numbers, work and the gradients of all rows at once; or, of those that wait, the products alone."""
+    products = _multiply(hidden, weight)
+    loss, numbers, work = _solve(products, bias, targets, options)
+    if True not in wanted:
+        return loss, numbers, work, []
+    if _waits(hidden, options):
+        return loss, numbers, work, [products]
+    grads = linear.empty_gradients((hidden, weight, bias), wanted)
+    cross_entropy_triton.backward_numbers(
+        None, products, targets.label, numbers, work, products, bias=bias, cap=options.cap
+    )
+    _add_products(products, hidden, weight, grads, slice(0, hidden.shape[0]))
+    return loss, numbers, work, grads
 
 
 def _forward_blocks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: list[bool],
     height: int,
 ) -> tuple[Tensor, Tensor, Tensor, Held]:  # fmt: skip
-    """Loss, numbers, what the losses were divided by, and the gradients, of rows none of which is ignored."""
-    rows, classes = hidden.shape[0], weight.shape[0]
+    """`_forward_whole` block by block."""
+    rows = hidden.shape[0]
     numbers = torch.empty((cross_entropy_triton.NUMBERS, rows), dtype=torch.float32, device=hidden.device)
-    parts = one = numbers.new_ones(())
+    parts = numbers.new_ones(())
     if options.reduction == "mean":
-        parts = linear_torch.make_shares(targets, 0, hidden).sum()
-        parts = torch.where(parts == 0, one, parts)
-    to_hidden, *others = grads = linear.empty_gradients((hidden, weight, bias), wanted)
-    buffer = hidden.new_empty(height * classes)
-    loss = numbers.new_zeros(())
+        ignored = targets.label == options.ignore_index
+        shares = linear_torch.make_shares(targets._replace(label=targets.label.masked_fill(ignored, 0)), 0, hidden)
+        parts = shares.masked_fill_(ignored, 0).sum()
+        parts = parts.masked_fill(parts == 0, 1)
+    work = parts.expand(1)
+    grads = linear.empty_gradients((hidden, weight, bias), wanted)
+    buffer = hidden.new_empty(height * _line(weight.shape[0]))
     summed = options._replace(reduction="sum")
+    losses = []
     for block in _blocks(rows, height):
-        count = block.stop - block.start
-        products = buffer[: count * classes].view(count, classes)
-        torch.mm(hidden[block], weight.t(), out=products)
-        some = _select(targets, block)
-        loss += _solve(products, bias, some, summed, numbers[:, block]).loss
+        some, states = _select(targets, block), hidden[block]
+        products = _multiply(states, weight, buffer)
+        losses.append(_solve(products, bias, some, summed, numbers[:, block]).loss)
         cross_entropy_triton.backward_numbers(
-            one, products, some.label, numbers[:, block], parts, products, bias=bias, cap=options.cap
+            None, products, some.label, numbers[:, block], work, products, bias=bias, cap=options.cap
         )
-        own = None if to_hidden is None else to_hidden[block]
-        _add_products(products, hidden[block], weight, [own, *others], block.start == 0)
-    return loss / parts, numbers, parts, grads
+        _add_products(products, states, weight, grads, block)
+    return torch.stack(losses).sum() / parts, numbers, work, grads
 
 
 def _forward_counted(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: list[bool],
     height: int,
 ) -> tuple[Tensor, Tensor, Tensor, Held]:  # fmt: skip
-    """`_forward_blocks`, of the rows that count alone; others have numbers and gradients of 0."""
+    """`_forward_blocks`, of a large layer of the rows that count alone; others have numbers and gradients of 0."""
+    all_rows, size = hidden.shape
+    if all_rows * size * weight.shape[0] <= SMALL or torch.cuda.is_current_stream_capturing():
+        return _forward_blocks(hidden, weight, bias, targets, options, wanted, height)
     counted = targets.label != options.ignore_index
-    count, all_rows = int(counted.sum()), hidden.shape[0]
+    count = int(counted.sum())
     if count in (0, all_rows):
         return _forward_blocks(hidden, weight, bias, targets, options, wanted, height)
     rows = torch.nonzero_static(counted, size=count).squeeze(1)
-    loss, some, parts, grads = _forward_blocks(
+    loss, some, work, grads = _forward_blocks(
         hidden[rows], weight, bias, _select(targets, rows), options, wanted, min(height, count)
     )
     numbers = some.new_zeros(some.shape[0], all_rows)
@@ -170,23 +200,22 @@ def _forward_counted(
     if grads[0] is not None:
         to_hidden, grads[0] = grads[0], torch.zeros_like(hidden)
         grads[0][rows] = to_hidden
-    return loss, numbers, parts, grads
+    return loss, numbers, work, grads
 
 
 def _backward(
     grad_loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Tensor, numbers: Tensor,
-    parts: Tensor, cap: float, height: int, wanted: list[bool], products: Tensor | None,
+    work: Tensor, cap: float, height: int, wanted: list[bool], products: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients that are wanted, from the products of all rows or from new ones."""
-    to_hidden, *others = grads = linear.empty_gradients((hidden, weight, bias), wanted)
+    grads = linear.empty_gradients((hidden, weight, bias), wanted)
     for block in _blocks(hidden.shape[0], height):
-        made = torch.mm(hidden[block], weight.t()) if products is None else products
+        made = _multiply(hidden[block], weight) if products is None else products
         factor = grad_loss[block] if grad_loss.ndim else grad_loss
         cross_entropy_triton.backward_numbers(
-            factor, made, label[block], numbers[:, block], parts, made, bias=bias, cap=cap
+            factor, made, label[block], numbers[:, block], work, made, bias=bias, cap=cap
         )
-        own = None if to_hidden is None else to_hidden[block]
-        _add_products(made, hidden[block], weight, [own, *others], block.start == 0)
+        _add_products(made, hidden[block], weight, grads, block)
         del made  # before there are those of the next
     return tuple(grad for grad in grads if grad is not None)
 
@@ -206,16 +235,13 @@ class _Loss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options,
         wanted: list[bool], height: int, known: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        held: Held = []
+        layer = hidden, weight, bias
         if height < hidden.shape[0]:
-            loss, numbers, parts, held = _forward_counted(hidden, weight, bias, targets, options, wanted, height)
+            loss, numbers, work, held = _forward_counted(*layer, targets, options, wanted, height)
         else:
-            products = torch.mm(hidden, weight.t())
-            loss, numbers, parts, _ = _solve(products, bias, targets, options)
-            if True in wanted:
-                held = [products]
-        ctx.save_for_backward(hidden, weight, bias, targets.label)
-        ctx.held, ctx.known = held, (numbers, parts, options.cap, height, wanted)
+            loss, numbers, work, held = _forward_whole(*layer, targets, options, wanted)
+        ctx.save_for_backward(*layer, targets.label)
+        ctx.held, ctx.known = held, (numbers, work, options.cap, height, wanted)
         known.append(numbers)
         return loss
 
@@ -225,9 +251,7 @@ class _Loss(torch.autograd.Function):
         tensors = ctx.saved_tensors  # torch refuses here what was changed since
         again = torch.is_grad_enabled()  # somebody may want the second derivative, and must hear that there is none
         if len(held) == 3 and not again:
-            for grad in held:
-                if grad is not None:
-                    cross_entropy_triton.scale(grad, grad_loss)
+            cross_entropy_triton.scale(held, grad_loss)
             return *held, None, None, None, None, None
         call: Callable[..., tuple[Tensor, ...]] = _apply_backward if again else _backward
         made = iter(call(grad_loss, *tensors, *ctx.known, held[0] if len(held) == 1 else None))

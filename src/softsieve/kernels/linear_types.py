@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-MEMORY = 128_000_000  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
+MEMORY = 128 << 20  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
 FEWEST = 128  # classes at a time
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softsieve.kernels.cross_entropy_triton import LARGEST, _finish, _log1p, empty_results, settings
+from softsieve.kernels.cross_entropy_triton import LARGEST, VALID, _hand_in, _log1p, empty_work, settings
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _margin(top, base, norm):
 
 @triton.jit
 def _forward(
-    logits, target, loss, sides, kept, margin, parts, valid, sums, done, stride, target_stride, classes, delta,
+    logits, target, loss, sides, kept, margin, work, stride, target_stride, classes, delta,
     MEAN: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a row once, or twice if one of its sides is neither dense nor solved; write what is known of it.
@@ -126,14 +126,7 @@ def _forward(
         tl.store(loss + row, row_loss)
     tl.store(kept + row, count)
     tl.store(margin + row, least)
-    programs = tl.num_programs(0)
-    tl.store(sums + row, row_loss)
-    tl.store(sums + programs + row, 1.0)
-    tl.store(sums + 2 * programs + row, (wrong > 0).to(tl.float32))
-    tl.debug_barrier()
-    if tl.atomic_add(done, 1, sem="acq_rel") == programs - 1:
-        tl.debug_barrier()
-        _finish(sums, programs, loss, parts, valid, MEAN, NONE)
+    _hand_in(work, loss, row_loss, 1.0, (wrong > 0).to(tl.float32), MEAN, NONE)
 
 
 @triton.jit
@@ -173,13 +166,14 @@ def forward(
     rows, classes = logits.shape
     margin, sides = (torch.empty(size, dtype=torch.float32, device=logits.device) for size in ((rows,), (rows, 6)))
     kept = torch.empty(rows, dtype=torch.long, device=logits.device)
-    loss, parts, sums, valid, done = empty_results(rows if reduction == "none" else 0, rows, logits.device)
+    work = empty_work(rows, logits.device)
+    loss = torch.empty((rows,) if reduction == "none" else (), dtype=torch.float32, device=logits.device)
     _forward[(rows,)](
-        logits, target, loss, sides, kept, margin, parts, valid, sums, done,
+        logits, target, loss, sides, kept, margin, work,
         logits.stride(0), target.stride(0), classes, delta, MEAN=reduction == "mean", NONE=reduction == "none",
         **settings(classes),
     )  # fmt: skip
-    return (loss, sides, kept, margin), valid
+    return (loss, sides, kept, margin), work[VALID]
 
 
 def backward(factor: Tensor, logits: Tensor, target: Tensor, sides: Tensor, kept: Tensor, scale: float = 1.0) -> Tensor:
