@@ -56,12 +56,17 @@ def _logit(x, bias, at, inside, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr)
 
 
 @triton.jit
-def _load(line, bias, start, use, classes, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Some logits of some rows, -inf where there are none or the row is of no use; and their classes. (rows, BLOCK)"""
+def _load(
+    line, bias, start, use, classes, width, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Some logits of some rows, -inf where there are none or the row is of no use; and their classes. (rows, BLOCK)
+
+    As many as ``width`` may be read of a row: threads that read many at once read all or none.
+    """
     at = start + tl.arange(0, BLOCK)[None, :]
     inside = use[:, None] & (at < classes)
     at = tl.broadcast_to(at, inside.shape)
-    x = tl.load(line[:, None] + at, mask=inside, other=0.0)
+    x = tl.load(line[:, None] + at, mask=use[:, None] & (at < width), other=0.0)
     return _logit(x, bias, at, inside, cap, BIASED, CAPPED), at
 
 
@@ -141,7 +146,7 @@ def _hand_in(work, loss, row_losses, shares, wrong, MEAN: tl.constexpr, NONE: tl
 @triton.jit
 def _forward(
     logits, bias, target, delta, weight, row_weight, numbers, loss, work,
-    stride, rows, span, classes, margin, delta_stride, ignore_index, cap,
+    stride, rows, span, classes, width, margin, delta_stride, ignore_index, cap,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, MARGINS: tl.constexpr, BIASED: tl.constexpr,
     CAPPED: tl.constexpr, MEAN: tl.constexpr, NONE: tl.constexpr, WHOLE: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
@@ -162,7 +167,7 @@ def _forward(
     o = _logit(tl.load(line + label, mask=use, other=0.0), bias, label, use, cap, BIASED, CAPPED)
     o = tl.where(use, o, 0.0)
     if WHOLE:
-        x, at = _load(line, bias, 0, use, classes, cap, BIASED, CAPPED, BLOCK)
+        x, at = _load(line, bias, 0, use, classes, width, cap, BIASED, CAPPED, BLOCK)
         others = _others(x, at, label)
         rival = tl.max(others, 1)
         top = tl.maximum(o, rival)
@@ -172,10 +177,10 @@ def _forward(
         lane_top = tl.full((ROWS_AT_ONCE, BLOCK), -float("inf"), tl.float32)
         lane_total = tl.zeros((ROWS_AT_ONCE, BLOCK), tl.float32)
         for start in range(0, classes, 4 * BLOCK):
-            x, at = _load(line, bias, start, use, classes, cap, BIASED, CAPPED, BLOCK)
-            y, next_at = _load(line, bias, start + BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
-            z, third_at = _load(line, bias, start + 2 * BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
-            u, last_at = _load(line, bias, start + 3 * BLOCK, use, classes, cap, BIASED, CAPPED, BLOCK)
+            x, at = _load(line, bias, start, use, classes, width, cap, BIASED, CAPPED, BLOCK)
+            y, next_at = _load(line, bias, start + BLOCK, use, classes, width, cap, BIASED, CAPPED, BLOCK)
+            z, third_at = _load(line, bias, start + 2 * BLOCK, use, classes, width, cap, BIASED, CAPPED, BLOCK)
+            u, last_at = _load(line, bias, start + 3 * BLOCK, use, classes, width, cap, BIASED, CAPPED, BLOCK)
             lane_top, lane_total = _take_in(
                 _others(x, at, label), _others(y, next_at, label), _others(z, third_at, label),
                 _others(u, last_at, label), lane_top, lane_total,
@@ -200,7 +205,7 @@ def _forward(
         lane_odds = tl.zeros((ROWS_AT_ONCE, BLOCK), tl.float32)
         if tl.sum(sparse.to(tl.int32), 0) > 0:
             for start in range(0, classes, BLOCK):
-                x, at = _load(line, bias, start, use, classes, cap, BIASED, CAPPED, BLOCK)
+                x, at = _load(line, bias, start, use, classes, width, cap, BIASED, CAPPED, BLOCK)
                 keep, rivals = _kept(x, at, label, o, cut, use, classes)
                 lane_count += keep
                 lane_odds += rivals
@@ -257,7 +262,7 @@ def _reduce(loss, kept, share, result, valid, rows, MEAN: tl.constexpr):  # fmt:
 
 @triton.jit
 def _backward(
-    grad, grad_loss, logits, bias, target, numbers, work, each, grad_stride, stride, rows, span, classes, cap,
+    grad, grad_loss, logits, bias, target, numbers, work, each, grad_stride, stride, rows, span, classes, width, cap,
     GIVEN: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a block of some rows' logits and these rows' numbers; write the gradient, which is 0 in a solved row.
@@ -276,7 +281,7 @@ def _backward(
     norm = tl.load(numbers + 3 * span, mask=live, other=0.0)
     label = tl.load(target + row, mask=live, other=-1).to(tl.int32)
     start = tl.program_id(1) * BLOCK
-    x, at = _load(logits + row * stride, bias, start, live, classes, cap, BIASED, CAPPED, BLOCK)
+    x, at = _load(logits + row * stride, bias, start, live, classes, width, cap, BIASED, CAPPED, BLOCK)
     own = at == label[:, None]  # kept, also if these products round its logit otherwise than forward's did
     q = tl.exp((x - lse[:, None]) - norm[:, None])
     q = tl.where((x < cut[:, None]) & (own == 0), 0.0, q)
@@ -284,7 +289,7 @@ def _backward(
     if CAPPED:
         q *= 1.0 - (x / cap) * (x / cap)
     q = tl.where(live[:, None], q, 0.0)
-    tl.store(grad + row[:, None] * grad_stride + at, q.to(grad.dtype.element_ty), mask=inside[:, None] & (at < classes))
+    tl.store(grad + row[:, None] * grad_stride + at, q.to(grad.dtype.element_ty), mask=inside[:, None] & (at < width))
 
 
 @triton.jit
@@ -342,10 +347,12 @@ def empty_work(programs: int, device: torch.device) -> Tensor:
 def forward_numbers(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float | Tensor, ignore_index: int, reduction: str,
     *, bias: Tensor | None = None, row_weight: Tensor | None = None, cap: float = 0.0, numbers: Tensor | None = None,
+    padding: int = 0,
 ) -> Rows:  # fmt: skip
     """Loss and what is known of the rows; ``numbers`` may be given, as columns of a larger tensor of them.
 
-    The logits of a row must lie beside each other, and all other tensors must be contiguous.
+    The logits of a row must lie beside each other, and all other tensors must be contiguous. After each row there may
+    be ``padding``, numbers that may be read and, in backward, written.
     """
     (rows, classes), device = logits.shape, logits.device
     whole, (at_once, block, warps), _ = shapes(rows, classes)
@@ -362,12 +369,13 @@ def forward_numbers(
     others = bias, weight, row_weight, None if margins is target else margins
     dtypes = tuple(None if other is None else other.dtype for other in others)
     stride, span = logits.stride(0), numbers.stride(0)
+    sizes = rows, classes, padding, stride, span, delta_stride, ignore_index
     _launch_forward(
-        (device, logits.dtype, rows, classes, stride, span, delta_stride, ignore_index, reduction, cap > 0, dtypes),
+        (device, logits.dtype, sizes, reduction, cap > 0, dtypes),
         (logits, target, numbers, *(other for other in others if other is not None)), (programs, 1, 1),
         logits, logits if bias is None else bias, target, margins, logits if weight is None else weight,
         logits if row_weight is None else row_weight, numbers, loss, work,
-        stride, rows, span, classes, margin, delta_stride, ignore_index, cap,
+        stride, rows, span, classes, classes + padding, margin, delta_stride, ignore_index, cap,
         weight is not None, row_weight is not None, margins is not target, bias is not None, cap > 0,
         reduction == "mean", reduction == "none", whole, at_once, block, num_warps=warps,
     )  # fmt: skip
@@ -376,7 +384,7 @@ def forward_numbers(
 
 def backward_numbers(
     grad_loss: Tensor | None, logits: Tensor, target: Tensor, numbers: Tensor, work: Tensor, grad: Tensor,
-    *, bias: Tensor | None = None, cap: float = 0.0,
+    *, bias: Tensor | None = None, cap: float = 0.0, padding: int = 0,
 ) -> Tensor:  # fmt: skip
     """Write the gradient, times that of the loss, (), or of each row's, if any; it may have the place of the logits."""
     rows, classes = logits.shape
@@ -386,11 +394,11 @@ def backward_numbers(
     dtypes = logits.dtype, None if grad_loss is None else grad_loss.dtype, None if bias is None else bias.dtype
     factor = work if grad_loss is None else grad_loss
     _launch_backward(
-        (logits.device, dtypes, rows, classes, strides, each, cap > 0),
+        (logits.device, dtypes, rows, classes, padding, strides, each, cap > 0),
         (grad, factor, logits, target, numbers, work, logits if bias is None else bias),
         (-(-rows // at_once), -(-classes // block), 1),
         grad, factor, logits, logits if bias is None else bias, target, numbers, work,
-        each, strides[0], strides[1], rows, strides[2], classes, cap,
+        each, strides[0], strides[1], rows, strides[2], classes, classes + padding, cap,
         grad_loss is not None, bias is not None, cap > 0, at_once, block, num_warps=warps,
     )  # fmt: skip
     return grad

@@ -53,6 +53,11 @@ def _line(classes: int) -> int:
     return -(-classes // LINE) * LINE
 
 
+def _padding(products: Tensor) -> int:
+    """How many numbers there are between two rows."""
+    return _line(products.shape[1]) - products.shape[1]
+
+
 def _waits(hidden: Tensor, options: Options) -> bool:
     """Whether gradients must wait for the factor: rows have different ones, or float16 is too coarse without."""
     return options.reduction == "none" or hidden.dtype == torch.float16
@@ -108,7 +113,7 @@ def _solve(
     label, delta, class_weight, row_weight = targets
     rows = cross_entropy_triton.forward_numbers(
         products, label, class_weight, delta, options.ignore_index, options.reduction,
-        bias=bias, row_weight=row_weight, cap=options.cap, numbers=numbers,
+        bias=bias, row_weight=row_weight, cap=options.cap, numbers=numbers, padding=_padding(products),
     )  # fmt: skip
     check_on_device(rows.work[VALID], products.shape[1], options.ignore_index)
     return rows
@@ -144,8 +149,9 @@ def _forward_whole(
         return loss, numbers, work, [products]
     grads = linear.empty_gradients((hidden, weight, bias), wanted)
     cross_entropy_triton.backward_numbers(
-        None, products, targets.label, numbers, work, products, bias=bias, cap=options.cap
-    )
+        None, products, targets.label, numbers, work, products, bias=bias, cap=options.cap,
+        padding=_padding(products),
+    )  # fmt: skip
     _add_products(products, hidden, weight, grads, slice(0, hidden.shape[0]))
     return loss, numbers, work, grads
 
@@ -173,8 +179,9 @@ def _forward_blocks(
         products = _multiply(states, weight, buffer)
         losses.append(_solve(products, bias, some, summed, numbers[:, block]).loss)
         cross_entropy_triton.backward_numbers(
-            None, products, some.label, numbers[:, block], work, products, bias=bias, cap=options.cap
-        )
+            None, products, some.label, numbers[:, block], work, products, bias=bias, cap=options.cap,
+            padding=_padding(products),
+        )  # fmt: skip
         _add_products(products, states, weight, grads, block)
     return torch.stack(losses).sum() / parts, numbers, work, grads
 
@@ -213,8 +220,9 @@ def _backward(
         made = _multiply(hidden[block], weight) if products is None else products
         factor = grad_loss[block] if grad_loss.ndim else grad_loss
         cross_entropy_triton.backward_numbers(
-            factor, made, label[block], numbers[:, block], work, made, bias=bias, cap=cap
-        )
+            factor, made, label[block], numbers[:, block], work, made, bias=bias, cap=cap,
+            padding=_padding(made),
+        )  # fmt: skip
         _add_products(made, hidden[block], weight, grads, block)
         del made  # before there are those of the next
     return tuple(grad for grad in grads if grad is not None)
