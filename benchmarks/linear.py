@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -240,7 +241,7 @@ def measure(
     allowed = {f"{OURS}, {most} MB": partial(ours, memory=most * 10**6) for most in memory}
     everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
     calls = {name: partial(_forward_backward, loss, hidden, weight, target) for name, loss in everything.items()}
-    taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device), strict=True))
+    taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device, order=Random(0)), strict=True))
     truths = _truths(hidden, weight, target, (delta, 1.0), device) if check else {}
     results = []
     for method, call in calls.items():

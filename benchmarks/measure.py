@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +42,12 @@ def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[t
     return [percentiles(milliseconds) for milliseconds in turns(calls, repeats=repeats, device=device)]
 
 
-def turns(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[list[float]]:
+def turns(
+    calls: Sequence[Call], *, repeats: int, device: str = "cpu", order: random.Random | None = None
+) -> list[list[float]]:
     """All the milliseconds that each call takes, when they take turns; the first turn warms up and does not count.
+
+    With an ``order`` each turn has one of its own: a GPU at its limit of power is slower after a call that heats it.
 
     Example:
         >>> [len(taken) for taken in turns([list, dict], repeats=5)]
@@ -52,8 +57,11 @@ def turns(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[l
         call()
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        for call, milliseconds in zip(calls, taken, strict=True):
-            milliseconds.append(_milliseconds(call, device))
+        places = list(range(len(calls)))
+        if order is not None:
+            order.shuffle(places)
+        for place in places:
+            taken[place].append(_milliseconds(calls[place], device))
     return taken
 
 

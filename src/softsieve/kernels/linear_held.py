@@ -95,6 +95,8 @@ def _multiply(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> T
     """The products of some rows. (rows, classes)"""
     rows, classes = hidden.shape[0], weight.shape[0]
     line = _line(classes)
+    if buffer is None and line == classes:
+        return torch.mm(hidden, weight.t())
     buffer = hidden.new_empty(rows * line) if buffer is None else buffer[: rows * line]
     return torch.mm(hidden, weight.t(), out=buffer.view(rows, line)[:, :classes])
 
