@@ -79,6 +79,20 @@ def test_rows_that_are_longer_than_a_program_holds(classes: int, monkeypatch: py
     cross_entropy_triton.shapes.cache_clear()
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("alone", [0, 8192])
+def test_one_program_or_many_add_up_the_same(alone: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy_triton, "ALONE", alone)
+    cross_entropy_triton.shapes.cache_clear()
+    for rows, classes, at_once in ((1, 5, 1), (33, 150, 8), (40, 100, 64 if alone else 16)):
+        assert cross_entropy_triton.shapes(rows, classes)[1][0] == at_once
+        logits, target = make(rows, classes)
+        ours, truth = both(logits.float(), target, weight=torch.rand(classes), reduction=reduction)
+        for place in (0, 5, 7):
+            torch.testing.assert_close(ours[place], truth[place].to(ours[place].dtype), rtol=1e-4, atol=1e-6)
+    cross_entropy_triton.shapes.cache_clear()
+
+
 def test_the_norm_gives_the_softmax_over_kept_classes_also_far_from_zero() -> None:
     logits, target = make(37, 50, ignored=0)
     logits = (logits + 3e4).float()  # lse alone is good to 2e-3 here

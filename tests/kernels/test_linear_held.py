@@ -103,6 +103,21 @@ def test_gradients_that_must_wait_for_the_factor(dtype: torch.dtype, blocks: str
         torch.testing.assert_close(twice.cpu().double(), 2 * true, **tolerance)
 
 
+@pytest.mark.parametrize("classes", [64, 65, 90, 128, 130, 200])
+@pytest.mark.parametrize("capped", [False, True])
+def test_classes_that_make_no_whole_line(classes: int, capped: bool) -> None:
+    """What is left over of the weight is multiplied by itself, with rows of 0."""
+    generator = torch.Generator().manual_seed(classes)
+    hidden, weight = (torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (ROWS, classes))
+    target = torch.randint(classes, (ROWS,), generator=generator).to(DEVICE)
+    options: dict[str, Any] = {"softcap": 3.0} if capped else {}
+    loss = linear_as_cross_entropy(hidden, weight, target, backend="triton", **options)
+    truth, grads, _ = exact([hidden, weight], target, **options)
+    torch.testing.assert_close(loss.detach().cpu().double(), truth, rtol=2e-5, atol=1e-6)
+    for grad, true in zip(torch.autograd.grad(3 * loss, [hidden, weight]), grads, strict=True):
+        torch.testing.assert_close(grad.cpu().double(), true, rtol=1e-4, atol=2e-6)
+
+
 def test_only_wanted_gradients_are_made_and_they_can_be_made_again() -> None:
     hidden, weight, bias, target = layer()
     loss = linear_as_cross_entropy(hidden, weight.detach(), target, backend="triton")

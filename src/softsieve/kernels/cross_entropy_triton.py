@@ -25,8 +25,9 @@ NUMBERS = 8  # of a row
 KEPT = 1  # its place among them
 PARTS, VALID = 0, 1  # places in what `forward_numbers` leaves
 WHOLE = 4096  # classes of a row that a program can hold
+ALONE = 8192  # logits that one program can hold, of rows and classes rounded up to powers of 2
 # Of longer rows: rows, classes at a time and warps of a program, and the same where there are at most so FEW rows.
-LONG, LONG_FEW, FEW = (1, 1024, 4), (1, 4096, 16), 264
+LONG, LONG_FEW, FEW = (1, 2048, 8), (1, 4096, 16), 264
 # What `_finish` reads and writes: what losses are divided by, whether labels are valid, how many programs are done, and
 # the sums of all programs.
 _PARTS, _VALID, _DONE, _SUMS = (tl.constexpr(place) for place in range(4))
@@ -107,8 +108,20 @@ def _kept(x, at, label, own, cut, use, classes):
 
 
 @triton.jit
+def _write_results(work, loss, losses, shares, wrong, MEAN: tl.constexpr, NONE: tl.constexpr):
+    """Write the loss, its divisor, and whether labels are valid."""
+    parts = tl.full((), 1.0, tl.float32)
+    if MEAN:
+        parts = tl.where(shares == 0.0, 1.0, shares)
+    if not NONE:
+        tl.store(loss, losses / parts)
+    tl.store(work + _PARTS, parts)
+    tl.store(work + _VALID, (wrong == 0.0).to(tl.float32))
+
+
+@triton.jit
 def _finish(work, programs, loss, MEAN: tl.constexpr, NONE: tl.constexpr):
-    """Read what all programs added up, in a fixed order; write the loss, its divisor, and whether labels are valid."""
+    """Read what all programs added up, in a fixed order, and write what they give together."""
     sums = work + _SUMS
     losses = tl.zeros((ROWS,), tl.float32)
     shares = tl.zeros((ROWS,), tl.float32)
@@ -118,29 +131,26 @@ def _finish(work, programs, loss, MEAN: tl.constexpr, NONE: tl.constexpr):
         losses += tl.load(sums + at, mask=at < programs, other=0.0, cache_modifier=".cg")
         shares += tl.load(sums + programs + at, mask=at < programs, other=0.0, cache_modifier=".cg")
         wrong += tl.load(sums + 2 * programs + at, mask=at < programs, other=0.0, cache_modifier=".cg")
-    total = tl.sum(losses, 0)
-    all_parts = tl.full((), 1.0, tl.float32)
-    if MEAN:
-        all_parts = tl.sum(shares, 0)
-        all_parts = tl.where(all_parts == 0.0, 1.0, all_parts)
-    if not NONE:
-        tl.store(loss, total / all_parts)
-    tl.store(work + _PARTS, all_parts)
-    tl.store(work + _VALID, (tl.sum(wrong, 0) == 0.0).to(tl.float32))
+    _write_results(work, loss, tl.sum(losses, 0), tl.sum(shares, 0), tl.sum(wrong, 0), MEAN, NONE)
 
 
 @triton.jit
-def _hand_in(work, loss, row_losses, shares, wrong, MEAN: tl.constexpr, NONE: tl.constexpr):
+def _hand_in(
+    work, loss, row_losses, shares, wrong, MEAN: tl.constexpr, NONE: tl.constexpr, ALONE: tl.constexpr
+):  # fmt: skip
     """Write what this program adds up; the program that is the last to do so adds up those of all."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    sums = work + _SUMS + program
-    tl.store(sums, row_losses)
-    tl.store(sums + programs, shares)
-    tl.store(sums + 2 * programs, wrong)
-    tl.debug_barrier()
-    if tl.atomic_add(work + _DONE, 1.0, sem="acq_rel") == programs - 1:
+    if ALONE:
+        _write_results(work, loss, row_losses, shares, wrong, MEAN, NONE)
+    else:
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        sums = work + _SUMS + program
+        tl.store(sums, row_losses)
+        tl.store(sums + programs, shares)
+        tl.store(sums + 2 * programs, wrong)
         tl.debug_barrier()
-        _finish(work, programs, loss, MEAN, NONE)
+        if tl.atomic_add(work + _DONE, 1.0, sem="acq_rel") == programs - 1:
+            tl.debug_barrier()
+            _finish(work, programs, loss, MEAN, NONE)
 
 
 @triton.jit
@@ -148,7 +158,7 @@ def _forward(
     logits, bias, target, delta, weight, row_weight, numbers, loss, work,
     stride, rows, span, classes, width, margin, delta_stride, ignore_index, cap,
     WEIGHTED: tl.constexpr, ROW_WEIGHTED: tl.constexpr, MARGINS: tl.constexpr, BIASED: tl.constexpr,
-    CAPPED: tl.constexpr, MEAN: tl.constexpr, NONE: tl.constexpr, WHOLE: tl.constexpr,
+    CAPPED: tl.constexpr, MEAN: tl.constexpr, NONE: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read some rows of logits once, or twice if they are longer than a block and sparse; write what is known of them.
@@ -230,7 +240,7 @@ def _forward(
     tl.store(numbers + 7 * span, tl.where(use & (o >= rival), 1.0, 0.0), mask=inside)
     if NONE:
         tl.store(loss + row, row_loss, mask=inside)
-    _hand_in(work, loss, tl.sum(row_loss, 0), tl.sum(share, 0), tl.sum((kept < 0).to(tl.float32), 0), MEAN, NONE)
+    _hand_in(work, loss, tl.sum(row_loss, 0), tl.sum(share, 0), tl.sum((kept < 0).to(tl.float32), 0), MEAN, NONE, ALONE)
 
 
 @triton.jit
@@ -288,7 +298,7 @@ def _backward(
     q = (q - tl.where(own, 1.0, 0.0)) * factor[:, None]
     if CAPPED:
         q *= 1.0 - (x / cap) * (x / cap)
-    q = tl.where(live[:, None], q, 0.0)
+    q = tl.where(live[:, None] & (at < classes), q, 0.0)
     tl.store(grad + row[:, None] * grad_stride + at, q.to(grad.dtype.element_ty), mask=inside[:, None] & (at < width))
 
 
@@ -332,7 +342,10 @@ def settings(classes: int) -> dict[str, int]:
 def shapes(rows: int, classes: int) -> tuple[bool, tuple[int, int, int], tuple[int, int, int]]:
     """Whether a program has whole rows; rows, classes at a time and warps of one, forward and backward."""
     block = min(triton.next_power_of_2(classes), WHOLE)
-    at_once = max(1, min(2048 // block, triton.next_power_of_2(rows), 64))
+    all_rows = triton.next_power_of_2(rows)
+    at_once = max(1, min(2048 // block, all_rows, 64))
+    if all_rows * block <= ALONE:  # one program need not wait for others
+        at_once = all_rows
     either = at_once, block, max(1, min(8, at_once * block // 512))
     if classes <= WHOLE:
         return True, either, either
@@ -341,6 +354,8 @@ def shapes(rows: int, classes: int) -> tuple[bool, tuple[int, int, int], tuple[i
 
 def empty_work(programs: int, device: torch.device) -> Tensor:
     """What `_finish` reads and writes, before a launch."""
+    if programs == 1:
+        return torch.empty(_SUMS.value, dtype=torch.float32, device=device)
     return torch.zeros(_SUMS.value + 3 * programs, dtype=torch.float32, device=device)
 
 
@@ -377,7 +392,7 @@ def forward_numbers(
         logits if row_weight is None else row_weight, numbers, loss, work,
         stride, rows, span, classes, classes + padding, margin, delta_stride, ignore_index, cap,
         weight is not None, row_weight is not None, margins is not target, bias is not None, cap > 0,
-        reduction == "mean", reduction == "none", whole, at_once, block, num_warps=warps,
+        reduction == "mean", reduction == "none", programs == 1, whole, at_once, block, num_warps=warps,
     )  # fmt: skip
     return Rows(loss, numbers, work)
 

@@ -16,7 +16,7 @@ What is known of the rows is the tensor of `kernels.cross_entropy_triton`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,11 @@ from softsieve.kernels.linear_types import MEMORY, Options, Targets
 
 UNIT = 192  # rows that a product takes at a time
 FEWEST = 256  # rows of a block, unless it has all
-LINE = 64  # a multiple of so many logits lies between rows: products of other matrices take three times as long
-SMALL = 250 * 10**9  # multiplications of a product, with fewer of which `kernels.linear` waits longer for the host
+LINE = 64  # a multiple of so many logits lies between rows, and a product has so many: others take three times as long
+FIT = 8  # classes of which a multiple needs no other product
+SMALL = (
+    360 * 10**9
+)  # multiplications of a product: at 5 % dense, two of these take what `kernels.linear` waits for a host
 SAMPLED = 128  # rows that say whether most are dense
 LISTED = 16  # a row with more classes has its gradient from products of matrices, also in `kernels.linear`
 FREE, SUMMED = 2 / 3, 100  # see `pays`
@@ -87,18 +90,58 @@ def choose(
     with torch.no_grad():
         some = torch.arange(SAMPLED, device=hidden.device) * rows // SAMPLED
         sample = _select(targets, some)._replace(class_weight=None, row_weight=None)
-        kept = _solve(_multiply(hidden[some], weight), bias, sample, options).numbers[cross_entropy_triton.KEPT]
+        products = Weight.split(weight).multiply(hidden[some], weight.shape[0])
+        kept = _solve(products, bias, sample, options).numbers[cross_entropy_triton.KEPT]
         return height if pays(float((kept > LISTED).sum() / (kept != 0).sum()), height) else 0
 
 
-def _multiply(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """The products of some rows. (rows, classes)"""
-    rows, classes = hidden.shape[0], weight.shape[0]
-    line = _line(classes)
-    if buffer is None and line == classes:
-        return torch.mm(hidden, weight.t())
-    buffer = hidden.new_empty(rows * line) if buffer is None else buffer[: rows * line]
-    return torch.mm(hidden, weight.t(), out=buffer.view(rows, line)[:, :classes])
+class Weight(NamedTuple):
+    """A weight in two parts, each of which makes products of a size that the vendor's kernels are fast with."""
+
+    body: Tensor
+    tail: Tensor | None  # what is left over, with rows of 0 up to a whole line; None where nothing is
+
+    @classmethod
+    def split(cls, weight: Tensor) -> Weight:
+        classes, size = weight.shape
+        last = classes % LINE
+        if classes % FIT == 0 or classes < LINE:
+            return cls(weight, None)
+        tail = weight.new_zeros(LINE, size)
+        tail[:last] = weight[classes - last :]
+        return cls(weight[: classes - last], tail)
+
+    def multiply(self, hidden: Tensor, classes: int, buffer: Tensor | None = None) -> Tensor:
+        """The products of some rows. (rows, classes)"""
+        rows, line = hidden.shape[0], _line(classes)
+        if buffer is None and line == classes:
+            return torch.mm(hidden, self.body.t())
+        buffer = hidden.new_empty(rows * line) if buffer is None else buffer[: rows * line]
+        lines, body = buffer.view(rows, line), self.body.shape[0]
+        torch.mm(hidden, self.body.t(), out=lines[:, :body])
+        if self.tail is not None:
+            torch.mm(hidden, self.tail.t(), out=lines[:, body:])
+        return lines[:, :classes]
+
+    def add(
+        self, gradient: Tensor, hidden: Tensor, to_hidden: Tensor | None, to_weight: Tensor | None, first: bool
+    ) -> None:
+        """What the gradient of these products gives; the ``first`` writes the weight's, others add to it."""
+        (rows, classes), body = gradient.shape, self.body.shape[0]
+        ours, rest = gradient[:, :body], None
+        if self.tail is not None:
+            rest = gradient.as_strided((rows, LINE), gradient.stride(), gradient.storage_offset() + body)
+        if to_hidden is not None:
+            torch.mm(ours, self.body, out=to_hidden)
+            if rest is not None and self.tail is not None:
+                to_hidden.addmm_(rest, self.tail)
+        if to_weight is not None and first:
+            torch.mm(ours.t(), hidden, out=to_weight[:body])
+        elif to_weight is not None:
+            to_weight[:body].addmm_(ours.t(), hidden)
+        if to_weight is not None and rest is not None:
+            last = torch.mm(rest.t(), hidden)[: classes - body]
+            to_weight[body:] = last if first else to_weight[body:] + last
 
 
 def _select(targets: Targets, rows: slice | Tensor) -> Targets:
@@ -125,15 +168,10 @@ def _blocks(rows: int, height: int) -> Iterator[slice]:
     return (slice(first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def _add_products(gradient: Tensor, hidden: Tensor, weight: Tensor, grads: Held, block: slice) -> None:
+def _add_products(gradient: Tensor, hidden: Tensor, weight: Weight, grads: Held, block: slice) -> None:
     """What a block of the logits' gradient gives; the first block writes, others add to weight and bias."""
     to_hidden, to_weight, to_bias = grads
-    if to_hidden is not None:
-        torch.mm(gradient, weight, out=to_hidden[block])
-    if to_weight is not None and block.start == 0:
-        torch.mm(gradient.t(), hidden, out=to_weight)
-    elif to_weight is not None:
-        to_weight.addmm_(gradient.t(), hidden)
+    weight.add(gradient, hidden, None if to_hidden is None else to_hidden[block], to_weight, block.start == 0)
     if to_bias is not None:
         sums = gradient.sum(0, dtype=torch.float32)
         to_bias.copy_(sums if block.start == 0 else to_bias + sums)
@@ -143,7 +181,8 @@ def _forward_whole(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Held]:
     """Loss, numbers, work and the gradients of all rows at once; or, of those that wait, the products alone."""
-    products = _multiply(hidden, weight)
+    parts = Weight.split(weight)
+    products = parts.multiply(hidden, weight.shape[0])
     loss, numbers, work = _solve(products, bias, targets, options)
     if True not in wanted:
         return loss, numbers, work, []
@@ -154,7 +193,7 @@ def _forward_whole(
         None, products, targets.label, numbers, work, products, bias=bias, cap=options.cap,
         padding=_padding(products),
     )  # fmt: skip
-    _add_products(products, hidden, weight, grads, slice(0, hidden.shape[0]))
+    _add_products(products, hidden, parts, grads, slice(0, hidden.shape[0]))
     return loss, numbers, work, grads
 
 
@@ -173,18 +212,19 @@ def _forward_blocks(
         parts = parts.masked_fill(parts == 0, 1)
     work = parts.expand(1)
     grads = linear.empty_gradients((hidden, weight, bias), wanted)
-    buffer = hidden.new_empty(height * _line(weight.shape[0]))
+    classes, pieces = weight.shape[0], Weight.split(weight)
+    buffer = hidden.new_empty(height * _line(classes))
     summed = options._replace(reduction="sum")
     losses = []
     for block in _blocks(rows, height):
         some, states = _select(targets, block), hidden[block]
-        products = _multiply(states, weight, buffer)
+        products = pieces.multiply(states, classes, buffer)
         losses.append(_solve(products, bias, some, summed, numbers[:, block]).loss)
         cross_entropy_triton.backward_numbers(
             None, products, some.label, numbers[:, block], work, products, bias=bias, cap=options.cap,
             padding=_padding(products),
         )  # fmt: skip
-        _add_products(products, states, weight, grads, block)
+        _add_products(products, states, pieces, grads, block)
     return torch.stack(losses).sum() / parts, numbers, work, grads
 
 
@@ -217,15 +257,15 @@ def _backward(
     work: Tensor, cap: float, height: int, wanted: list[bool], products: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients that are wanted, from the products of all rows or from new ones."""
-    grads = linear.empty_gradients((hidden, weight, bias), wanted)
+    grads, pieces = linear.empty_gradients((hidden, weight, bias), wanted), Weight.split(weight)
     for block in _blocks(hidden.shape[0], height):
-        made = _multiply(hidden[block], weight) if products is None else products
+        made = pieces.multiply(hidden[block], weight.shape[0]) if products is None else products
         factor = grad_loss[block] if grad_loss.ndim else grad_loss
         cross_entropy_triton.backward_numbers(
             factor, made, label[block], numbers[:, block], work, made, bias=bias, cap=cap,
             padding=_padding(made),
         )  # fmt: skip
-        _add_products(made, hidden[block], weight, grads, block)
+        _add_products(made, hidden[block], pieces, grads, block)
         del made  # before there are those of the next
     return tuple(grad for grad in grads if grad is not None)
 

@@ -42,7 +42,7 @@ def _margin(top, base, norm):
 @triton.jit
 def _forward(
     logits, target, loss, sides, kept, margin, work, stride, target_stride, classes, delta,
-    MEAN: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, NONE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a row once, or twice if one of its sides is neither dense nor solved; write what is known of it.
 
@@ -126,7 +126,7 @@ def _forward(
         tl.store(loss + row, row_loss)
     tl.store(kept + row, count)
     tl.store(margin + row, least)
-    _hand_in(work, loss, row_loss, 1.0, (wrong > 0).to(tl.float32), MEAN, NONE)
+    _hand_in(work, loss, row_loss, tl.full((), 1.0, tl.float32), (wrong > 0).to(tl.float32), MEAN, NONE, ALONE)
 
 
 @triton.jit
@@ -171,6 +171,7 @@ def forward(
     _forward[(rows,)](
         logits, target, loss, sides, kept, margin, work,
         logits.stride(0), target.stride(0), classes, delta, MEAN=reduction == "mean", NONE=reduction == "none",
+        ALONE=rows == 1,
         **settings(classes),
     )  # fmt: skip
     return (loss, sides, kept, margin), work[VALID]
