@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +37,29 @@ def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[t
         >>> 0 < low <= median <= high
         True
     """
-    return [percentiles(milliseconds) for milliseconds in timings(calls, repeats=repeats, device=device)]
+    return [percentiles(milliseconds) for milliseconds in turns(calls, repeats=repeats, device=device)]
 
 
-def timings(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[list[float]]:
-    """The milliseconds that each call takes, every time.
+def turns(
+    calls: Sequence[Call], *, repeats: int, device: str = "cpu", order: random.Random | None = None
+) -> list[list[float]]:
+    """All the milliseconds that each call takes, when they take turns; the first turn warms up and does not count.
 
-    The calls take turns, so that a slow spell of the machine falls on all of them.
+    With an ``order`` each turn has one of its own: a GPU at its limit of power is slower after a call that heats it.
+
+    Example:
+        >>> [len(taken) for taken in turns([list, dict], repeats=5)]
+        [5, 5]
     """
-    for call in calls:  # warm-up
+    for call in calls:
         call()
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        for call, milliseconds in zip(calls, taken, strict=True):
-            milliseconds.append(_milliseconds(call, device))
+        places = list(range(len(calls)))
+        if order is not None:
+            order.shuffle(places)
+        for place in places:
+            taken[place].append(_milliseconds(calls[place], device))
     return taken
 
 
@@ -59,6 +69,20 @@ def percentiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     fifths = statistics.quantiles(values, n=5, method="inclusive")
     return fifths[0], statistics.median(values), fifths[3]
+
+
+def captured(call: Call, *, warmups: int = 3) -> Call:
+    """The same work as a CUDA graph: what it costs without the time of the host."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmups):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 @contextmanager

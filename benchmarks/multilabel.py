@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import peak_bytes, percentiles, timings
+from benchmarks.measure import peak_bytes, percentiles, turns
 from softsieve.losses import as_multilabel_loss
 
 LOGITS = ("F.binary_cross_entropy_with_logits", "softsieve")
@@ -139,7 +139,7 @@ def measured(
     between: Callable[[], object], errors: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[Result]:  # fmt: skip
     """Times, peaks and ratios to the fastest of the first ``rivals``."""
-    taken = timings(list(calls.values()), repeats=repeats, device=device)
+    taken = turns(list(calls.values()), repeats=repeats, device=device)
     fastest = min(percentiles(times)[1] for times in taken[:rivals])
     results = []
     for (method, call), times in zip(calls.items(), taken, strict=True):

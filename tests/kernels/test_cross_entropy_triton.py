@@ -12,7 +12,7 @@ from tests.helpers import distance_to_margin, make
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from softsieve.kernels import cross_entropy_torch
+from softsieve.kernels import cross_entropy_torch, cross_entropy_triton
 from softsieve.kernels.cross_entropy_triton import backward, forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +58,39 @@ def test_agrees_with_torch(shape: tuple[int, int], delta: float, dtype: torch.dt
             assert a.dtype == b.dtype
             if name != "norm":
                 torch.testing.assert_close(a, b, **TOLERANCE[dtype], msg=f"{name} differs: {a} {b}")
+
+
+@pytest.mark.parametrize("classes", [65, 128, 129, 300])
+def test_rows_that_are_longer_than_a_program_holds(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of 32 classes, four times in turn; some rows have lanes of nothing but -inf."""
+    monkeypatch.setattr(cross_entropy_triton, "WHOLE", 64)
+    monkeypatch.setattr(cross_entropy_triton, "LONG_FEW", (1, 32, 1))
+    monkeypatch.setattr(cross_entropy_triton, "FEW", 20)
+    monkeypatch.setattr(cross_entropy_triton, "LONG", (2, 16, 1))
+    cross_entropy_triton.shapes.cache_clear()
+    for rows in (20, 21):
+        logits, target = make(rows, classes)
+        logits = logits.float()
+        logits[::4, : classes - 3] = -INF
+        target[::4] = classes - 1
+        clear = (distance_to_margin(logits.where(logits > -INF, -1e4), target, 0.1) > 1e-6).all(-1)
+        for a, b in zip(*both(logits, target.where(clear, -100)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    cross_entropy_triton.shapes.cache_clear()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("alone", [0, 8192])
+def test_one_program_or_many_add_up_the_same(alone: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy_triton, "ALONE", alone)
+    cross_entropy_triton.shapes.cache_clear()
+    for rows, classes, at_once in ((1, 5, 1), (33, 150, 8), (40, 100, 64 if alone else 16)):
+        assert cross_entropy_triton.shapes(rows, classes)[1][0] == at_once
+        logits, target = make(rows, classes)
+        ours, truth = both(logits.float(), target, weight=torch.rand(classes), reduction=reduction)
+        for place in (0, 5, 7):
+            torch.testing.assert_close(ours[place], truth[place].to(ours[place].dtype), rtol=1e-4, atol=1e-6)
+    cross_entropy_triton.shapes.cache_clear()
 
 
 def test_the_norm_gives_the_softmax_over_kept_classes_also_far_from_zero() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softsieve import as_cross_entropy, as_keep_mask, as_multilabel_loss, reference
+from softsieve import as_cross_entropy, as_keep_mask, as_multilabel_loss, linear_as_cross_entropy, reference
 from softsieve.kernels import cross_entropy_torch as kernel
 from tests.helpers import IGNORED, make
 
@@ -135,6 +135,43 @@ def test_capturable_in_a_graph() -> None:
     truth = as_cross_entropy(fresh, target)
     torch.testing.assert_close(loss, truth)
     torch.testing.assert_close(logits.grad, gradient(truth, fresh))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_linear_layer_reads_nothing_on_the_host_and_is_capturable(dtype: torch.dtype) -> None:
+    hidden = torch.randn(64, 32, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(5003, 32, device="cuda", dtype=dtype, requires_grad=True)
+    target = torch.randint(5003, (64,), device="cuda")
+    target[::9] = IGNORED
+
+    def step() -> Tensor:
+        hidden.grad = weight.grad = None
+        loss = linear_as_cross_entropy(hidden, weight, target)
+        (3 * loss).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    captured = hidden.grad, weight.grad
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    values = [value.clone() for value in (loss, *captured) if value is not None]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    for one, other in zip(values, (again, hidden.grad, weight.grad), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_compiled() -> None:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softsieve.kernels.linear_triton import TILE, _logit
+from softsieve.kernels.cross_entropy_triton import _logit
+from softsieve.kernels.linear_triton import TILE
 from softsieve.kernels.linear_types import Chunk, Layer, Scan
 
 STRIP = 16  # tiles of classes of a program

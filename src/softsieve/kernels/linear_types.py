@@ -7,12 +7,12 @@ comment says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-MEMORY = 128_000_000  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
+MEMORY = 128 << 20  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
 FEWEST = 128  # classes at a time
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 
@@ -32,7 +32,7 @@ class Targets(NamedTuple):
     """What the rows should have said, and how much each counts."""
 
     label: Tensor  # int64; of `settle` also (rows, labels), -1 for none
-    delta: Tensor  # margins in [0, 1], () or (rows,)
+    delta: Any  # margins in [0, 1], a tensor () or (rows,); of `kernels.linear_held` also a number
     class_weight: Tensor | None = None  # (classes of all shards,)
     row_weight: Tensor | None = None
 
