@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import math
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.lm_rivals import rival_loss
 from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 from softsieve.integrations.causal_loss import accelerate_loss, restore_loss
 
-RIVALS = {"Liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 HELD_OUT = 0.1  # share of the text, its end
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")  # layers with LoRA, as most models name them
 SMOOTH = 5  # steps that a curve is the mean of
 
 
 class Way(NamedTuple):
-    """How a model is trained: with its logits (``delta`` None), compiled or not, or without them."""
+    """How a model is trained: with its logits, compiled or not, without them, or by the loss of another package."""
 
     name: str
     delta: float | None = None
     compiled: bool = False
+    rival: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether its loss is that of the logits, computed in another way."""
+        return self.compiled or self.rival or self.delta == 1
 
 
 def autocast(model: Any, precision: str) -> torch.autocast:
@@ -47,6 +51,15 @@ def adapt(model: Any, rank: int, seed: int) -> Any:
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*ADAPTED]))
 
 
+def random_model(folder: str, dtype: torch.dtype, seed: int) -> Any:
+    """A model with the sizes of a folder's ``config.json`` and random weights, on a GPU if there is one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+
+
 class Windows(NamedTuple):
     """A text as rows of tokens: what is trained on, in order, and what is held out."""
 
@@ -54,21 +67,19 @@ class Windows(NamedTuple):
     held_out: Tensor  # (rows, length)
 
 
-def ways(deltas: Sequence[float], compiled: bool) -> list[Way]:
-    """All that are trained or timed: dense, compiled, and ours."""
+def ways(deltas: Sequence[float], compiled: bool, rivals: Sequence[str] = ()) -> list[Way]:
+    """All that are trained and timed: dense, compiled, other packages, and ours."""
     ours = [Way(f"ours, delta {delta:g}", delta) for delta in deltas]
-    return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *ours]
+    others = [Way(name, rival=True) for name in rivals]
+    return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *others, *ours]
 
 
-def left_out() -> dict[str, str]:
-    """Rivals that cannot be measured here, with the reason."""
-    reasons = {}
-    for name, package in RIVALS.items():
-        if not torch.cuda.is_available():
-            reasons[name] = "needs a GPU"
-        elif importlib.util.find_spec(package) is None:
-            reasons[name] = f"{package} is not installed"
-    return reasons
+def loss_of(way: Way, model: Any, compiled: Any, ids: Tensor) -> Tensor:
+    """The loss of a batch of tokens; a model's own, or ours once the model has it."""
+    if way.rival:
+        return rival_loss(way.name, model, ids)
+    loss: Tensor = (compiled if way.compiled else model)(input_ids=ids, labels=ids).loss
+    return loss
 
 
 def cut(tokens: Tensor, *, steps: int, batch: int, length: int, held_out: int, seed: int) -> Windows:
@@ -125,6 +136,7 @@ class Peak:
 
 def cost(
     model: Any,
+    compiled: Any,
     chosen: Sequence[Way],
     windows: Windows,
     *,
@@ -136,13 +148,9 @@ def cost(
     model.train()
     device = model.device.type
     found: dict[str, dict[str, list[float]]] = {way.name: {"seconds": [], "mb": []} for way in chosen}
-    compiled: Any = None
-    for number in range(rounds + 1):  # the first is to warm up
+    for number in range(rounds + 2):  # the first two are to warm up
         batch = windows.training[number % len(windows.training)].to(model.device)
         for way in chosen:
-            called = model
-            if way.compiled:
-                compiled = called = torch.compile(model) if compiled is None else compiled
             if way.delta is not None:
                 accelerate_loss(model, way.delta)
             try:
@@ -150,7 +158,7 @@ def cost(
                 with Peak(device) as peak:
                     start = time.perf_counter()
                     with autocast(model, precision):
-                        loss = called(input_ids=batch, labels=batch).loss
+                        loss = loss_of(way, model, compiled, batch)
                     loss.backward()
                     if device == "cuda":
                         torch.cuda.synchronize()
@@ -158,10 +166,10 @@ def cost(
             finally:
                 if way.delta is not None:
                     restore_loss(model)
-            if number > 0:
+            if number > 1:
                 found[way.name]["seconds"].append(seconds)
                 found[way.name]["mb"].append(peak.mb)
-            progress(f"cost, {way.name}", 0.5 / (len(chosen) * (rounds + 1)))
+            progress(f"cost, {way.name}", 0.5 / (len(chosen) * (rounds + 2)))
     return {name: {key: statistics.median(values) for key, values in each.items()} for name, each in found.items()}
 
 
@@ -184,72 +192,86 @@ def judge(model: Any, rows: Tensor, batch: int, precision: str) -> dict[str, flo
 
 
 def train(
-    start: Any,
+    model: Any,
     way: Way,
+    compiled: Any,
     windows: Windows,
     *,
     rate: float,
     precision: str,
     progress: ProgressCallback = no_progress,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Fine-tune a copy of a model with AdamW: what the held-out text says after, and the curve of its loss."""
-    model = copy.deepcopy(start).train()
+) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    """Fine-tune a model with AdamW: the median seconds of a step, its MB on a GPU, and the curve of the loss."""
+    model.train()
+    device = model.device.type
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=device == "cuda")
     loss = None if way.delta is None else accelerate_loss(model, way.delta)
     curve: list[dict[str, Any]] = []
-    for step, batch in enumerate(windows.training):
-        ids = batch.to(model.device)
-        with autocast(model, precision):
-            outputs = model(input_ids=ids, labels=ids)
-        outputs.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        entry: dict[str, Any] = {"way": way.name, "step": step + 1, "loss": float(outputs.loss.detach())}
-        seen = {} if loss is None else loss.summary()
-        curve.append({**entry, "solved": seen.get("solved"), "token_accuracy": seen.get("token_accuracy")})
-        progress(f"training, {way.name}", 1 / len(windows.training))
-    if loss is not None:
-        restore_loss(model)
-    return judge(model, windows.held_out, windows.training.shape[1], precision), curve
+    seconds: list[float] = []
+    try:
+        with Peak(device) as peak:
+            for step, batch in enumerate(windows.training):
+                start = time.perf_counter()
+                ids = batch.to(model.device)
+                with autocast(model, precision):
+                    value = loss_of(way, model, compiled, ids)
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                entry: dict[str, Any] = {"way": way.name, "step": step + 1, "loss": float(value.detach())}  # waits
+                seconds.append(time.perf_counter() - start)
+                seen = {} if loss is None else loss.summary()
+                curve.append({**entry, "solved": seen.get("solved"), "token_accuracy": seen.get("token_accuracy")})
+                progress(f"training, {way.name}", 1 / len(windows.training))
+    finally:
+        if loss is not None:
+            restore_loss(model)
+    return {"step_seconds": statistics.median(seconds), "step_mb": peak.mb if device == "cuda" else None}, curve
+
+
+@torch.no_grad()
+def restart(model: Any, start: Mapping[str, Tensor]) -> None:
+    """Give a model the weights it began with, in their place, so that what is compiled stays so."""
+    model.zero_grad(set_to_none=True)
+    for name, value in model.state_dict().items():
+        value.copy_(start[name])
 
 
 def measure(
     model: Any, windows: Windows, *, deltas: Sequence[float], compiled: bool, rounds: int, rate: float, precision: str,
-    progress: ProgressCallback = no_progress,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
-    """A row for each way, with the model before training first, and the points of all curves."""
-    chosen = ways(deltas, compiled)
-    costs = cost(model, chosen, windows, rounds=rounds, precision=precision, progress=progress)
-    torch.compiler.reset()
-    model.zero_grad(set_to_none=True)
-    before = judge(model, windows.held_out, windows.training.shape[1], precision)
-    empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "loss", "apart", "solved"))
-    rows: list[dict[str, Any]] = [{"way": "before", **empty, **before}]
-    curves: list[dict[str, Any]] = []
-    trained = [way for way in chosen if not way.compiled]
+    rivals: Sequence[str] = (), progress: ProgressCallback = no_progress,
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # fmt: skip
+    """A row and the points of its curve for each way, the model before training first; the model is trained."""
+    chosen = ways(deltas, compiled, rivals)
+    fast = torch.compile(model) if compiled else None
+    costs = cost(model, fast, chosen, windows, rounds=rounds, precision=precision, progress=progress)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "step_seconds", "step_mb", "loss", "apart", "solved"))
+    yield {"way": "before", **empty, **judge(model, windows.held_out, windows.training.shape[1], precision)}, []
+    dense: list[dict[str, Any]] = []
+    share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(chosen))  # noqa: E731
     for way in chosen:
-        each = costs[way.name]
-        row: dict[str, Any] = {"way": way.name, "delta": way.delta, "seconds": each["seconds"]}
-        row |= {"ratio": each["seconds"] / costs["dense"]["seconds"], "mb": each["mb"]}
-        if way.compiled:  # the dense loss again
-            rows.append({**row, **dict.fromkeys(("loss", "apart", "solved", "perplexity", "accuracy"))})
-            continue
-        share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(trained))  # noqa: E731
-        after, curve = train(model, way, windows, rate=rate, precision=precision, progress=share)
-        last = curve[-10:]
-        solved = [point["solved"] for point in last if point["solved"] is not None]
-        row["loss"] = statistics.fmean(point["loss"] for point in last)
-        row["apart"] = _apart(curve, curves) if way.delta == 1 else None
-        row["solved"] = statistics.fmean(solved) if solved else None
-        rows.append({**row, **after})
-        curves += curve
-    return rows, curves
+        restart(model, start)
+        step, curve = train(model, way, fast, windows, rate=rate, precision=precision, progress=share)
+        dense = dense or curve
+        row: dict[str, Any] = {"way": way.name, **empty, "delta": way.delta, **costs[way.name], **step}
+        row["ratio"] = row["seconds"] / costs["dense"]["seconds"]
+        row |= outcome(way, curve, dense)
+        yield {**row, **judge(model, windows.held_out, windows.training.shape[1], precision)}, curve
 
 
-def _apart(curve: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> float:
-    """How far the losses of a curve are from those of the dense one at most, which comes first."""
-    return float(max(abs(one["loss"] - other["loss"]) for one, other in zip(curve, dense, strict=False)))
+def outcome(way: Way, curve: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Loss and solved share of the last ten steps, and how far the losses are from those of ``dense`` at most."""
+    last = curve[-10:]
+    solved = [point["solved"] for point in last if point["solved"] is not None]
+    apart = max(abs(one["loss"] - other["loss"]) for one, other in zip(curve, dense, strict=True))
+    loss = statistics.fmean(point["loss"] for point in last)
+    return {
+        "loss": loss,
+        "apart": float(apart) if way.exact else None,
+        "solved": statistics.fmean(solved) if solved else None,
+    }
 
 
 def draw(curves: Sequence[dict[str, Any]]) -> Any:
