@@ -17,6 +17,7 @@ from experiments.lm_rivals import rival_loss
 from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
+from softsieve.extras import package
 from softsieve.integrations.causal_loss import accelerate_loss, restore_loss
 
 HELD_OUT = 0.1  # share of the text, its end
@@ -53,11 +54,11 @@ def adapt(model: Any, rank: int, seed: int) -> Any:
 
 def random_model(folder: str, dtype: torch.dtype, seed: int) -> Any:
     """A model with the sizes of a folder's ``config.json`` and random weights, on a GPU if there is one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    transformers: Any = package("transformers", f"model {folder}")
+    config = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 class Windows(NamedTuple):
@@ -74,12 +75,11 @@ def ways(deltas: Sequence[float], compiled: bool, rivals: Sequence[str] = ()) ->
     return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *others, *ours]
 
 
-def loss_of(way: Way, model: Any, compiled: Any, ids: Tensor) -> Tensor:
+def loss_of(way: Way, model: Any, compiled: Any, ids: Tensor) -> Any:
     """The loss of a batch of tokens; a model's own, or ours once the model has it."""
     if way.rival:
         return rival_loss(way.name, model, ids)
-    loss: Tensor = (compiled if way.compiled else model)(input_ids=ids, labels=ids).loss
-    return loss
+    return (compiled if way.compiled else model)(input_ids=ids, labels=ids).loss
 
 
 def cut(tokens: Tensor, *, steps: int, batch: int, length: int, held_out: int, seed: int) -> Windows:

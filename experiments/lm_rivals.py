@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def left_out(precision: str, weights: str, lora: int) -> dict[str, str]:
     for name, package in PACKAGES.items():
         if not torch.cuda.is_available():
             reasons[name] = "needs a GPU"
-        elif importlib.util.find_spec(package) is None:
+        elif find_spec(package) is None:
             reasons[name] = f"{package} is not installed"
         elif lora:
             reasons[name] = "knows no LoRA on the output layer"
