@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from softsieve._progress import ProgressCallback, no_progress
 from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError
 from softsieve.extras import package
-from softsieve.integrations.causal_loss import accelerate_loss, restore_loss
+from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, loss_of, restore_loss
 
 HELD_OUT = 0.1  # share of the text, its end
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")  # layers with LoRA, as most models name them
@@ -69,17 +71,45 @@ class Windows(NamedTuple):
 
 
 def ways(deltas: Sequence[float], compiled: bool, rivals: Sequence[str] = ()) -> list[Way]:
-    """All that are trained and timed: dense, compiled, other packages, and ours."""
+    """All that are trained and timed: dense, compiled, other packages, and ours, the first of them compiled, too."""
     ours = [Way(f"ours, delta {delta:g}", delta) for delta in deltas]
+    ours += [Way(f"{way.name}, compiled", way.delta, compiled=True) for way in ours[:1] if compiled]
     others = [Way(name, rival=True) for name in rivals]
     return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *others, *ours]
 
 
-def loss_of(way: Way, model: Any, compiled: Any, ids: Tensor) -> Any:
-    """The loss of a batch of tokens; a model's own, or ours once the model has it."""
-    if way.rival:
-        return rival_loss(way.name, model, ids)
-    return (compiled if way.compiled else model)(input_ids=ids, labels=ids).loss
+def prepare(model: Any, way: Way) -> Any:
+    """What is called to train a model; where our loss is compiled, a copy of it that keeps that loss."""
+    if not way.compiled:
+        return model
+    if way.delta is not None:
+        model = copy.deepcopy(model)
+        accelerate_loss(model, way.delta)
+    return torch.compile(model)
+
+
+@contextmanager
+def training(called: Any, way: Way) -> Iterator[CausalLoss | None]:
+    """Our loss in a model while this lasts, where a way has it."""
+    if way.delta is None or way.compiled:
+        forward = None if way.delta is None else loss_of(called)
+        yield None if forward is None else forward.loss
+        return
+    loss = accelerate_loss(called, way.delta)
+    try:
+        yield loss
+    finally:
+        restore_loss(called)
+
+
+def inside(called: Any) -> Any:
+    """The model that was compiled, or the model."""
+    return getattr(called, "_orig_mod", called)
+
+
+def batch_loss(called: Any, way: Way, ids: Tensor) -> Any:
+    """The loss of a batch of tokens, while `training` lasts."""
+    return rival_loss(way.name, called, ids) if way.rival else called(input_ids=ids, labels=ids).loss
 
 
 def cut(tokens: Tensor, *, steps: int, batch: int, length: int, held_out: int, seed: int) -> Windows:
@@ -135,47 +165,36 @@ class Peak:
 
 
 def cost(
-    model: Any,
-    compiled: Any,
-    chosen: Sequence[Way],
-    windows: Windows,
-    *,
-    rounds: int,
-    precision: str,
-    progress: ProgressCallback = no_progress,
+    calls: Mapping[Way, Any], windows: Windows, *, rounds: int, precision: str, progress: ProgressCallback = no_progress
 ) -> dict[str, dict[str, float]]:
-    """Seconds and MB of forward and backward pass of each way, in turn, on one model: medians over the rounds."""
-    model.train()
-    device = model.device.type
-    found: dict[str, dict[str, list[float]]] = {way.name: {"seconds": [], "mb": []} for way in chosen}
+    """Seconds and MB of forward and backward pass of each way, in turn: medians over the rounds."""
+    found: dict[str, dict[str, list[float]]] = {way.name: {"seconds": [], "mb": []} for way in calls}
     for number in range(rounds + 2):  # the first two are to warm up
-        batch = windows.training[number % len(windows.training)].to(model.device)
-        for way in chosen:
-            if way.delta is not None:
-                accelerate_loss(model, way.delta)
-            try:
-                model.zero_grad(set_to_none=False)
-                with Peak(device) as peak:
-                    start = time.perf_counter()
-                    with autocast(model, precision):
-                        loss = loss_of(way, model, compiled, batch)
-                    loss.backward()
-                    if device == "cuda":
-                        torch.cuda.synchronize()
-                    seconds = time.perf_counter() - start
-            finally:
-                if way.delta is not None:
-                    restore_loss(model)
+        for way, called in calls.items():
+            model = inside(called).train()
+            device = model.device.type
+            batch = windows.training[number % len(windows.training)].to(device)
+            model.zero_grad(set_to_none=False)
+            with training(called, way), Peak(device) as peak:
+                start = time.perf_counter()
+                with autocast(model, precision):
+                    loss = batch_loss(called, way, batch)
+                loss.backward()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
             if number > 1:
                 found[way.name]["seconds"].append(seconds)
                 found[way.name]["mb"].append(peak.mb)
-            progress(f"cost, {way.name}", 0.5 / (len(chosen) * (rounds + 2)))
+            progress(f"cost, {way.name}", 0.5 / (len(calls) * (rounds + 2)))
     return {name: {key: statistics.median(values) for key, values in each.items()} for name, each in found.items()}
 
 
 @torch.no_grad()
 def judge(model: Any, rows: Tensor, batch: int, precision: str) -> dict[str, float]:
-    """Perplexity and next-token accuracy of held-out rows."""
+    """Perplexity and next-token accuracy of held-out rows; the model has its own loss afterwards."""
+    if loss_of(model) is not None:
+        restore_loss(model)
     loss = accelerate_loss(model, 1.0, evaluate=True)
     model.eval()
     try:
@@ -192,41 +211,28 @@ def judge(model: Any, rows: Tensor, batch: int, precision: str) -> dict[str, flo
 
 
 def train(
-    model: Any,
-    way: Way,
-    compiled: Any,
-    windows: Windows,
-    *,
-    rate: float,
-    precision: str,
-    progress: ProgressCallback = no_progress,
+    called: Any, way: Way, windows: Windows, *, rate: float, precision: str, progress: ProgressCallback = no_progress
 ) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
     """Fine-tune a model with AdamW: the median seconds of a step, its MB on a GPU, and the curve of the loss."""
-    model.train()
+    model = inside(called).train()
     device = model.device.type
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=device == "cuda")
-    loss = None if way.delta is None else accelerate_loss(model, way.delta)
     curve: list[dict[str, Any]] = []
     seconds: list[float] = []
-    try:
-        with Peak(device) as peak:
-            for step, batch in enumerate(windows.training):
-                start = time.perf_counter()
-                ids = batch.to(model.device)
-                with autocast(model, precision):
-                    value = loss_of(way, model, compiled, ids)
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                entry: dict[str, Any] = {"way": way.name, "step": step + 1, "loss": float(value.detach())}  # waits
-                seconds.append(time.perf_counter() - start)
-                seen = {} if loss is None else loss.summary()
-                curve.append({**entry, "solved": seen.get("solved"), "token_accuracy": seen.get("token_accuracy")})
-                progress(f"training, {way.name}", 1 / len(windows.training))
-    finally:
-        if loss is not None:
-            restore_loss(model)
+    with training(called, way) as loss, Peak(device) as peak:
+        for step, batch in enumerate(windows.training):
+            start = time.perf_counter()
+            with autocast(model, precision):
+                value = batch_loss(called, way, batch.to(device))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            entry: dict[str, Any] = {"way": way.name, "step": step + 1, "loss": float(value.detach())}  # waits
+            seconds.append(time.perf_counter() - start)
+            seen = {} if loss is None else loss.summary()
+            curve.append({**entry, "solved": seen.get("solved"), "token_accuracy": seen.get("token_accuracy")})
+            progress(f"training, {way.name}", 1 / len(windows.training))
     return {"step_seconds": statistics.median(seconds), "step_mb": peak.mb if device == "cuda" else None}, curve
 
 
@@ -243,22 +249,22 @@ def measure(
     rivals: Sequence[str] = (), progress: ProgressCallback = no_progress,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # fmt: skip
     """A row and the points of its curve for each way, the model before training first; the model is trained."""
-    chosen = ways(deltas, compiled, rivals)
-    fast = torch.compile(model) if compiled else None
-    costs = cost(model, fast, chosen, windows, rounds=rounds, precision=precision, progress=progress)
+    calls = {way: prepare(model, way) for way in ways(deltas, compiled, rivals)}
+    costs = cost(calls, windows, rounds=rounds, precision=precision, progress=progress)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "step_seconds", "step_mb", "loss", "apart", "solved"))
-    yield {"way": "before", **empty, **judge(model, windows.held_out, windows.training.shape[1], precision)}, []
+    size = windows.training.shape[1]
+    yield {"way": "before", **empty, **judge(model, windows.held_out, size, precision)}, []
     dense: list[dict[str, Any]] = []
-    share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(chosen))  # noqa: E731
-    for way in chosen:
-        restart(model, start)
-        step, curve = train(model, way, fast, windows, rate=rate, precision=precision, progress=share)
+    share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(calls))  # noqa: E731
+    for way, called in calls.items():
+        restart(inside(called), start)
+        step, curve = train(called, way, windows, rate=rate, precision=precision, progress=share)
         dense = dense or curve
         row: dict[str, Any] = {"way": way.name, **empty, "delta": way.delta, **costs[way.name], **step}
         row["ratio"] = row["seconds"] / costs["dense"]["seconds"]
         row |= outcome(way, curve, dense)
-        yield {**row, **judge(model, windows.held_out, windows.training.shape[1], precision)}, curve
+        yield {**row, **judge(inside(called), windows.held_out, size, precision)}, curve
 
 
 def outcome(way: Way, curve: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -71,13 +71,15 @@ def test_other_packages_and_a_compiled_model_are_trained_too(monkeypatch: pytest
     settings: dict[str, Any] = {"rounds": 1, "rate": 0.01, "precision": "float32"}
     found = list(suite.measure(model, windows, deltas=[1.0, 0.1], compiled=True, rivals=["Liger"], **settings))
     by_way = {row["way"]: row for row, _ in found}
-    assert list(by_way) == ["before", "dense", "torch.compile", "Liger", "ours, delta 1", "ours, delta 0.1"]
-    for name in ("torch.compile", "Liger", "ours, delta 1"):
+    ours = ["ours, delta 1", "ours, delta 0.1", "ours, delta 1, compiled"]
+    assert list(by_way) == ["before", "dense", "torch.compile", "Liger", *ours]
+    for name in ("torch.compile", "Liger", "ours, delta 1", "ours, delta 1, compiled"):
         assert by_way[name]["apart"] < 1e-4
         assert by_way[name]["perplexity"] == pytest.approx(by_way["dense"]["perplexity"], rel=1e-3)
     assert by_way["ours, delta 0.1"]["apart"] is None
+    assert by_way["ours, delta 1, compiled"]["solved"] == 0
     assert by_way["before"]["perplexity"] != pytest.approx(by_way["dense"]["perplexity"], rel=1e-2)
-    assert [len(curve) for _, curve in found] == [0, 3, 3, 3, 3, 3]
+    assert [len(curve) for _, curve in found] == [0, 3, 3, 3, 3, 3, 3]
 
 
 def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
