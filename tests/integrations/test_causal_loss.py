@@ -348,6 +348,19 @@ def test_a_margin_that_changes_is_compiled_once() -> None:
     assert counter.frame_count <= 2  # a number that has changed once is a symbol from then on
 
 
+def test_steps_and_their_summaries_are_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = llama()
+    loss, counter = accelerate_loss(model, delta=1.0), CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, backend=counter, fullgraph=True)
+    for number in range(5):
+        compiled(**batch_of(seed=number)).loss.backward()
+        if number > 1:
+            assert loss.summary()["tokens"] == (30 if number == 2 else 10)
+    assert counter.frame_count == 1
+
+
 def test_predicted_tokens_in_place_of_logits() -> None:
     model, batch = llama(), batch_of()
     dense = model.eval()(**batch)

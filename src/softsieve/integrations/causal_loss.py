@@ -64,7 +64,7 @@ class CausalLoss:
         self.labels: Tensor | None = None  # of the batch under way
         self.weights: Tensor | None = None  # of these labels
         self.shift: str | None = None  # which of `SHIFTS` the model's code does, once that is known
-        self.calls = 0  # losses so far
+        self.called = False  # whether anyone has asked for a loss
         self.rounding = 0.0  # relative, of the dtype that the latest logits would have
         self._totals: dict[bool, Tensor] = {}  # tokens, right, solved, lse, margin: in training and in evaluation
 
@@ -79,8 +79,7 @@ class CausalLoss:
             )
         delta = self.delta if self.training else 1.0
         if self.shift is None and self.labels is not None:
-            first = self.calls == 0 and not torch.compiler.is_compiling()  # the few tokens of `_compare`
-            if first or self.weights is not None:
+            if not (torch.compiler.is_compiling() or self.called) or self.weights is not None:  # as `_compare` asks it
                 self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
@@ -92,7 +91,7 @@ class CausalLoss:
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
-        self.calls += 1
+        self.called = True
         self._note(stats, target != ignore_index)
         return loss  # type: ignore[no-any-return]
 
@@ -107,7 +106,7 @@ class CausalLoss:
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
-        self.calls += 1
+        self.called = True
         self._note(stats, target != ignore_index)
         return -loss  # type: ignore[no-any-return]
 
@@ -116,11 +115,15 @@ class CausalLoss:
         parts = (counted, stats.right, stats.solved, stats.lse, stats.margin.clamp_min(0))
         sums = torch.stack([part.sum(dtype=torch.float64).detach() for part in parts])
         before = self._totals.get(self.training)
-        self._totals[self.training] = sums if before is None else before + sums
+        self._totals[self.training] = sums if before is None else before.to(sums.device) + sums
 
     def totals(self, *, training: bool = True) -> Tensor:
         """Sums over the labels since the last call: how many, right, solved, log Z and margins above 0."""
-        return self._totals.pop(training, torch.zeros(5, dtype=torch.float64))
+        found = self._totals.get(training)
+        if found is None:
+            return torch.zeros(5, dtype=torch.float64)
+        self._totals[training] = torch.zeros_like(found)  # still there: a compiled model need not be compiled again
+        return found
 
     def summary(self, totals: Tensor | None = None, *, training: bool = True) -> dict[str, float]:
         """What the batches since the last call were like, or those that some `totals` are of.
@@ -410,11 +413,11 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise
         except Exception as error:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
-    if loss.calls == 0:
+    if not loss.called:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
     bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
     if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
-    loss.totals(training=False)
+    loss._totals = {kind: torch.zeros_like(loss.totals(training=False)) for kind in (True, False)}
     loss.stats = loss.counted = None
-    loss.calls = 0
+    loss.called = False

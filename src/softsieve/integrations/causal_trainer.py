@@ -104,7 +104,7 @@ class ASLossCallback(TrainerCallback):
             self._loss.delta = self.schedule(min(1.0, state.global_step / max(1, state.max_steps)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if self._loss is not None and self._loss.calls == 0:
+        if self._loss is not None and not self._loss.called:
             self.on_train_end(args, state, control, model)
             raise InputError("ASLossCallback: expected a trainer that takes the model's loss, found one with its own")
 
