@@ -116,6 +116,8 @@ def losses(
         "method": lambda r: r.method,
         "ms (p20-p80)": lambda r: f"{r.ms:.3g} ({r.ms_p20:.3g}-{r.ms_p80:.3g})",
         "time": lambda r: f"{r.time_ratio:.2f}x",
+        "graph ms": lambda r: f"{r.graph_ms:.3g}",
+        "graph": lambda r: f"{r.graph_ratio:.2f}x",
         "peak MB": lambda r: f"{r.peak_mb:.0f}",
         "memory": lambda r: f"{r.memory_ratio:.2f}x",
     }
@@ -163,21 +165,21 @@ def linear(
             with console.status(f"{rows} x {size} x {classes}, {share:.0%} of the rows dense"), one_line():
                 results += suite.measure(
                     rows, size, classes, dense=share, methods=methods, delta=delta, dtype=DTYPES[dtype], device=device,
-                    repeats=repeats, check=check, memory=memory or (),
+                    repeats=repeats, check=check, memory=memory or (), missing=missing,
                 )  # fmt: skip
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
     columns: Columns = {
         "rows x size x classes": lambda r: f"{r.rows} x {r.size} x {r.classes}",
         "dense": lambda r: f"{r.dense:.0%}",
         "method": lambda r: r.method,
-        "ms (p20-p80)": lambda r: f"{r.ms:.1f} ({r.ms_p20:.1f}-{r.ms_p80:.1f})",
+        "ms, mean": lambda r: f"{r.ms:.3g} {r.ms_mean:.3g}",
         "time": lambda r: f"{r.time_ratio:.2f}x",
         "extra MB": lambda r: f"{r.extra_mb:.0f}",
         "errors": lambda r: f"{r.hidden_error:.1e} {r.weight_error:.1e}",
     }
     console.print(table(results, columns, title=title, ends=lambda r: r.method == suite.OURS))
     console.print(
-        "time: to the fastest rival; extra: at the peak, above inputs and gradients; errors: of the gradients of"
+        "time: median to the fastest rival's; extra: at the peak, above inputs and gradients; errors: of gradients of"
     )
     console.print(
         "hidden states and weight against float64's, |difference| / |float64's|, of the loss each method is for"

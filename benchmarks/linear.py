@@ -6,6 +6,8 @@ To add a rival: a line in `RIVALS`, a function that imports it and returns the l
 from __future__ import annotations
 
 import gc
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -15,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import peak_bytes, times
+from benchmarks.measure import peak_bytes, percentiles, turns
 from softsieve import reference
 from softsieve.losses import linear_as_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS, PLAIN = "softsieve", "AS-Softmax in eager torch"
+LEAN = 128  # MB: rivals that take less are compared among themselves, too
 
 
 class Result(NamedTuple):
@@ -35,9 +38,11 @@ class Result(NamedTuple):
     ms: float
     ms_p20: float
     ms_p80: float
+    ms_mean: float
     extra_mb: float  # at the peak, above inputs and gradients
     loss: float
     time_ratio: float  # to the fastest rival
+    lean_ratio: float  # to the fastest rival that takes less than `LEAN`
     hidden_error: float  # |gradient - float64's| / |float64's|, over some rows; of the loss that the method is for
     weight_error: float  # the same over some classes
 
@@ -69,11 +74,17 @@ def _torch_own() -> Loss:
     return partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
 
 
+def _quack() -> Loss:
+    found: Loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return found
+
+
 RIVALS: dict[str, Callable[[], Loss]] = {
     "torch eager": lambda: _eager,
     "torch.compile": _compiled,
     "cut-cross-entropy": _cut,
     "Liger": _liger,
+    "QuACK": _quack,
     "torch.nn.LinearCrossEntropyLoss": _torch_own,
 }
 
@@ -137,6 +148,57 @@ def _exact_gradients(
     return to_hidden[rows], exact.grad[columns]  # type: ignore[index]
 
 
+def _forward_backward(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    hidden.grad = weight.grad = None
+    value = loss(hidden, weight, target)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def _errors(call: Callable[[], Tensor], hidden: Tensor, weight: Tensor, truth: Truth) -> tuple[float, float]:
+    """How far the gradients of some hidden states and some classes are from float64's, as a share of these."""
+    call()
+    found = hidden.grad[truth.rows], weight.grad[truth.classes]  # type: ignore[index]
+    to_hidden, to_weight = (
+        float((ours.double() - true).norm() / true.norm())
+        for ours, true in zip(found, (truth.to_hidden, truth.to_weight), strict=True)
+    )
+    return to_hidden, to_weight
+
+
+class Truth(NamedTuple):
+    """Gradients in float64 of some hidden states and some rows of the weight."""
+
+    rows: Tensor
+    classes: Tensor
+    to_hidden: Tensor
+    to_weight: Tensor
+
+
+def _truths(hidden: Tensor, weight: Tensor, target: Tensor, deltas: Sequence[float], device: str) -> dict[float, Truth]:
+    shuffle = partial(torch.randperm, generator=torch.Generator(device).manual_seed(0), device=device)
+    some = shuffle(len(hidden))[:512].sort().values
+    columns = torch.cat([torch.unique(target[some])[:256], shuffle(len(weight))[:256]])
+    return {
+        delta: Truth(some, columns, *_exact_gradients(hidden, weight, target, delta, some, columns)) for delta in deltas
+    }
+
+
+def _working(
+    methods: dict[str, Loss], hidden: Tensor, weight: Tensor, target: Tensor, missing: dict[str, str]
+) -> dict[str, Loss]:
+    """Those that can be run; why others cannot goes to ``missing``."""
+    working = {}
+    for method, loss in methods.items():
+        try:
+            _forward_backward(loss, hidden, weight, target)
+            working[method] = loss
+        except Exception as error:  # whatever a rival may raise
+            first = (str(error).splitlines() or [""])[0]
+            missing[f"{method}, {len(hidden)} x {hidden.shape[1]} x {len(weight)}"] = f"{type(error).__name__}: {first}"
+    return working
+
+
 def measure(
     rows: int,
     size: int,
@@ -150,6 +212,7 @@ def measure(
     repeats: int = 15,
     check: bool = True,
     memory: Sequence[int] = (),
+    missing: dict[str, str] | None = None,
 ) -> list[Result]:
     """Ours and the rivals on the same layer, taking turns.
 
@@ -160,6 +223,7 @@ def measure(
         delta, dtype, device, repeats: as they are.
         check: compare gradients with float64's.
         memory: MB that ours is allowed, once for each.
+        missing: gets the rivals that cannot be run, with the reason.
 
     Example:
         >>> small = measure(32, 8, 200, dense=0.3, methods={"torch eager": _eager}, dtype=torch.float32, device="cpu")
@@ -171,57 +235,36 @@ def measure(
     _, stats = linear_as_cross_entropy(hidden, weight, target, delta=delta, return_stats=True)
     hidden.requires_grad_()
     weight.requires_grad_()
+    methods = _working(methods, hidden, weight, target, {} if missing is None else missing)
     plain = {PLAIN: partial(ours, backend="reference")} if check else {}  # for its errors: it takes all the memory
     allowed = {f"{OURS}, {most} MB": partial(ours, memory=most * 10**6) for most in memory}
     everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
-
-    def forward_backward(loss: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            hidden.grad = weight.grad = None
-            value = loss(hidden, weight, target)
-            value.backward()  # type: ignore[no-untyped-call]
-            return value.detach()
-
-        return call
-
-    calls = [forward_backward(loss) for loss in everything.values()]
-    timed = times(calls, repeats=repeats, device=device)
-    shuffle = partial(torch.randperm, generator=torch.Generator(device).manual_seed(0), device=device)
-    some = shuffle(rows)[:512].sort().values
-    columns = torch.cat([torch.unique(target[some])[:256], shuffle(classes)[:256]])
-    exact: dict[float, tuple[Tensor, Tensor]] = {}
-    if check:
-        exact = {margin: _exact_gradients(hidden, weight, target, margin, some, columns) for margin in (delta, 1.0)}
+    calls = {name: partial(_forward_backward, loss, hidden, weight, target) for name, loss in everything.items()}
+    taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device), strict=True))
+    truths = _truths(hidden, weight, target, (delta, 1.0), device) if check else {}
     results = []
-    fastest = (
-        min(ms for method, (_, ms, _) in zip(everything, timed, strict=True) if method in methods) if methods else 0
-    )
-    for method, call, (low, ms, high) in zip(everything, calls, timed, strict=True):
+    for method, call in calls.items():
         hidden.grad = weight.grad = None
         gc.collect()
         peak = peak_bytes(call, device=device)
-        loss = float(call())
-        errors = [float("nan")] * 2
+        errors = (math.nan, math.nan)
         if check:
-            right = exact[1.0 if method in methods else delta]
-            found = hidden.grad[some], weight.grad[columns]  # type: ignore[index]
-            errors = [float((f.double() - r).norm() / r.norm()) for f, r in zip(found, right, strict=True)]
-        gradients = hidden.nbytes + weight.nbytes
+            errors = _errors(call, hidden, weight, truths[1.0 if method in methods else delta])
+        low, ms, high = percentiles(taken[method])
+        shares = stats.dense.float().mean().item(), stats.solved.float().mean().item()
+        extra = (peak - hidden.nbytes - weight.nbytes) / 1e6
         results.append(
             Result(
-                rows,
-                size,
-                classes,
-                stats.dense.float().mean().item(),
-                stats.solved.float().mean().item(),
-                method,
-                ms,
-                low,
-                high,
-                (peak - gradients) / 1e6,
-                loss,
-                ms / fastest if methods else float("nan"),
-                *errors,
+                rows, size, classes, *shares, method, ms, low, high, statistics.mean(taken[method]), extra,
+                float(call()), math.nan, math.nan, *errors,
             )
-        )
-    return results
+        )  # fmt: skip
+    return _with_ratios(results, list(methods))
+
+
+def _with_ratios(results: list[Result], rivals: Sequence[str]) -> list[Result]:
+    """Times as ratios to the fastest rival, and to the fastest that takes little memory."""
+    theirs = [result for result in results if result.method in rivals]
+    fastest = min((result.ms for result in theirs), default=math.nan)
+    lean = min((result.ms for result in theirs if result.extra_mb < LEAN), default=math.nan)
+    return [result._replace(time_ratio=result.ms / fastest, lean_ratio=result.ms / lean) for result in results]

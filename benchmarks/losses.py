@@ -1,7 +1,11 @@
-"""Forward + backward of the losses on logits: softsieve, and the same in plain torch, against F.cross_entropy."""
+"""Forward + backward of the losses on logits: softsieve, and the same in plain torch, against F.cross_entropy.
+
+On a GPU in eager mode, where a small batch takes the time of the host, and as CUDA graphs, which take that of the GPU.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import peak_bytes, times
+from benchmarks.measure import captured, peak_bytes, percentiles, turns
 from softsieve import reference
 from softsieve.losses import as_cross_entropy
 
@@ -25,7 +29,10 @@ class Result(NamedTuple):
     ms: float
     ms_p20: float
     ms_p80: float
+    ms_mean: float
     time_ratio: float
+    graph_ms: float  # as a CUDA graph; not a number on a CPU
+    graph_ratio: float
     peak_mb: float
     memory_ratio: float
     loss: float
@@ -73,7 +80,13 @@ def measure(
         return call
 
     calls = [forward_backward(loss) for loss in losses.values()]
-    timed = times(calls, repeats=repeats, device=device)
+    taken = turns(calls, repeats=repeats, device=device)
+    timed = [percentiles(milliseconds) for milliseconds in taken]
+    replayed = [float("nan")] * len(calls)
+    if device != "cpu":
+        logits.grad = None
+        graphs = [captured(call) for call in calls]
+        replayed = [statistics.median(milliseconds) for milliseconds in turns(graphs, repeats=repeats, device=device)]
     logits.grad = None
     peaks = []
     for call in calls:
@@ -89,10 +102,15 @@ def measure(
             ms=median,
             ms_p20=low,
             ms_p80=high,
+            ms_mean=statistics.mean(milliseconds),
             time_ratio=median / timed[0][1],
+            graph_ms=replay,
+            graph_ratio=replay / replayed[0],
             peak_mb=peak / 1e6,
             memory_ratio=peak / peaks[0],
             loss=loss().item(),
         )
-        for (method, loss), (low, median, high), peak in zip(losses.items(), timed, peaks, strict=True)
+        for (method, loss), (low, median, high), milliseconds, replay, peak in zip(
+            losses.items(), timed, taken, replayed, peaks, strict=True
+        )
     ]

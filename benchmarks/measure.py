@@ -38,13 +38,23 @@ def times(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[t
         >>> 0 < low <= median <= high
         True
     """
-    for call in calls:  # warm-up
+    return [percentiles(milliseconds) for milliseconds in turns(calls, repeats=repeats, device=device)]
+
+
+def turns(calls: Sequence[Call], *, repeats: int, device: str = "cpu") -> list[list[float]]:
+    """All the milliseconds that each call takes, when they take turns; the first turn warms up and does not count.
+
+    Example:
+        >>> [len(taken) for taken in turns([list, dict], repeats=5)]
+        [5, 5]
+    """
+    for call in calls:
         call()
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, milliseconds in zip(calls, taken, strict=True):
             milliseconds.append(_milliseconds(call, device))
-    return [percentiles(milliseconds) for milliseconds in taken]
+    return taken
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:
@@ -53,6 +63,20 @@ def percentiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     fifths = statistics.quantiles(values, n=5, method="inclusive")
     return fifths[0], statistics.median(values), fifths[3]
+
+
+def captured(call: Call, *, warmups: int = 3) -> Call:
+    """The same work as a CUDA graph: what it costs without the time of the host."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmups):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 @contextmanager

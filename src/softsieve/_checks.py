@@ -28,6 +28,8 @@ _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def number(name: str, value: object, low: float = -float("inf"), high: float = float("inf")) -> float:
     """``value`` as a float, refused unless it is a real number in [low, high]."""
+    if type(value) is float and low <= value <= high:  # nearly always: what follows takes longer than a small kernel
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat):
         raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
     if isinstance(value, int | Fraction) and not -(10**308) <= value <= 10**308:  # an int may be larger than any float
@@ -56,11 +58,15 @@ def positive(name: str, value: object) -> float:
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
+    if type(value) is str and value in allowed:
+        return
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
 
 
 def whole_number(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is int and low <= value <= high:
+        return
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
     if not low <= value <= high:

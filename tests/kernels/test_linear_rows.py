@@ -167,6 +167,8 @@ def test_more_memory_rounds_the_gradient_of_the_weight_less_often(
 ) -> None:
     """Sums over groups of rows are rounded to 16 bits once for each group."""
     monkeypatch.setattr(linear, "ROWS", 1 << 10)  # 20 groups
+    if backend == "triton":
+        monkeypatch.setattr("softsieve.kernels.linear_held.block_rows", lambda *_: 0)
     dtype = torch.bfloat16 if backend == "torch" else torch.float16  # the interpreter is wrong for bf16
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(dtype).requires_grad_() for n in (200, 40))

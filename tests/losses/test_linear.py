@@ -43,6 +43,8 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "BUFFER", 1 << 14)
     monkeypatch.setattr(kernel, "WORK", 1 << 14)
     monkeypatch.setattr(kernel, "ROWS", 1 << 10)
+    if HAS_TRITON:  # logits that are held have tests of their own
+        monkeypatch.setattr("softsieve.kernels.linear_held.MEMORY", 0)
 
 
 class Case(NamedTuple):

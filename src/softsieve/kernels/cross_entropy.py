@@ -10,8 +10,8 @@ so the target and its ties are kept whatever the rounding. A NaN makes its row d
 The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
 `cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom
 ops by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the
-dispatcher costs more than a GPU needs for the work. On a CPU that Function is one of its own, which hands on one tensor
-instead of six: there a small batch takes no longer than a few of torch's calls.
+dispatcher costs more than the work. For each of the compiled kernels that Function is one of its own, which hands on
+one tensor instead of six: a small batch takes no longer than a few of torch's calls.
 """
 
 from __future__ import annotations
@@ -41,9 +41,25 @@ def _loops() -> Any:
     return import_module("softsieve.kernels.cross_entropy_numba")
 
 
+@cache
+def _launches() -> Any:
+    """The module of the Triton kernels, imported by the first call that needs it."""
+    return import_module("softsieve.kernels.cross_entropy_triton")
+
+
 def uses_numba(logits: Tensor) -> bool:
     """Whether the compiled loops are for such logits."""
     return HAS_NUMBA and logits.is_cpu and logits.dtype != torch.float64
+
+
+def uses_triton(logits: Tensor) -> bool:
+    """Whether the Triton kernels are for such logits."""
+    return HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64
+
+
+def check_on_device(valid: Tensor, classes: int, ignore_index: int) -> None:
+    """Stop the device, without waiting for it, where a label is out of range."""
+    torch._assert_async(valid, f"target: expected labels in [0, {classes}) or {ignore_index}")
 
 
 def _split(loss: Tensor, numbers: Tensor) -> Outputs:
@@ -59,12 +75,11 @@ def _forward(
         loss, numbers = _loops().forward(logits, target, weight, delta, ignore_index, reduction)
         loss, *parts = _split(loss, numbers)
         return loss, *(part.clone() for part in parts)  # type: ignore[return-value]  # an op's outputs share no memory
-    if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
+    if not uses_triton(logits):
         return cross_entropy_torch.forward(logits, target, weight, delta, ignore_index, reduction)
-    from softsieve.kernels import cross_entropy_triton
-
-    outputs, valid = cross_entropy_triton.forward(logits, target, weight, delta, ignore_index, reduction)
-    torch._assert_async(valid, f"target: expected labels in [0, {logits.shape[1]}) or {ignore_index}")
+    outputs: Outputs
+    outputs, valid = _launches().forward(logits, target, weight, delta, ignore_index, reduction)
+    check_on_device(valid, logits.shape[1], ignore_index)
     return outputs
 
 
@@ -75,11 +90,10 @@ def _backward(
         numbers = torch.stack((threshold, kept.float(), lse, norm, torch.ones_like(norm)))
         grad: Tensor = _loops().backward(grad_rows, logits, target, numbers)
         return grad
-    if not (HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64):
+    if not uses_triton(logits):
         return cross_entropy_torch.backward(grad_rows, logits, target, threshold, kept, lse, norm)
-    from softsieve.kernels import cross_entropy_triton
-
-    return cross_entropy_triton.backward(grad_rows, logits, target, threshold, kept, lse, norm)
+    by_triton: Tensor = _launches().backward(grad_rows, logits, target, threshold, kept, lse, norm)
+    return by_triton
 
 
 # the registered ops
@@ -223,11 +237,63 @@ def _differentiate_numbers(
 _apply_loops = differentiable(_forward_numbers, _save_numbers, _differentiate_numbers)
 
 
+# On a GPU by the Triton kernels: one launch forward, one backward. The time of a small batch is that of Python here, so
+# the Function has few arguments and one output, and what it leaves for backward is no tensor that torch must watch.
+
+
+class _Launched(torch.autograd.Function):
+    """The loss; ``known`` gets the numbers of the rows and what the losses were divided by, if it is a list."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, options: tuple[Any, ...], known: list[Tensor] | None) -> Tensor:
+        launches = _launches()
+        target, _, _, ignore_index, _ = options
+        loss, numbers, parts, valid = launches.forward_numbers(logits, *options)
+        check_on_device(valid, logits.shape[1], ignore_index)
+        ctx.save_for_backward(logits, target)
+        ctx.known = launches, numbers, parts
+        if known is not None:
+            known += numbers, parts
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, target = ctx.saved_tensors
+        launches, numbers, parts = ctx.known
+        if torch.is_grad_enabled():  # somebody wants the second derivative
+            threshold, kept, lse, norm, share, *_ = numbers.unbind()
+            again: Tensor = _apply_backward(grad_loss * (share / parts), logits, target, threshold, kept, lse, norm)
+            return again, None, None
+        return (
+            launches.backward_numbers(grad_loss, logits, target, numbers, parts, torch.empty_like(logits)),
+            None,
+            None,
+        )
+
+
+def _launch(
+    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str,
+    known: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    weight = None if weight is None else weight.contiguous()
+    loss: Tensor = _Launched.apply(  # type: ignore[no-untyped-call]
+        logits.contiguous(), (target.contiguous(), weight, delta, ignore_index, reduction), known
+    )
+    return loss
+
+
+def _launches_serve(logits: Tensor) -> bool:
+    """Whether they do it themselves; transforms of `torch.func` need a Function of another kind."""
+    return uses_triton(logits) and not torch._C._are_functorch_transforms_active()
+
+
 def as_cross_entropy_loss(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Tensor:
-    """The first of what `as_cross_entropy` returns: on a CPU, taking the constants apart is a good part of a call."""
+    """The first of what `as_cross_entropy` returns: taking the constants apart is a good part of a call."""
     options = logits, target, weight, delta, ignore_index, reduction
+    if not needs_op(logits) and _launches_serve(logits):
+        return _launch(*options)
     loss: Tensor = (_apply_loops if uses_numba(logits) and not needs_op(logits) else as_cross_entropy)(*options)[0]
     return loss
 
@@ -255,6 +321,12 @@ def as_cross_entropy(
         outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
     elif uses_numba(logits):
         outputs = _split(*_apply_loops(logits, target, weight, delta, ignore_index, reduction))
+    elif _launches_serve(logits):
+        known: list[Tensor] = []
+        loss = _launch(logits, target, weight, delta, ignore_index, reduction, known)
+        numbers, parts = known
+        threshold, kept, lse, norm, share, margin, *_ = numbers.unbind()
+        outputs = loss, threshold, kept.long(), lse, norm, share / parts, margin
     else:
         outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
     return outputs

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softsieve.kernels.linear_triton import _logit
+from softsieve.kernels.cross_entropy_triton import _logit
 from softsieve.kernels.linear_types import Chunk
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softsieve.kernels.cross_entropy_triton import _log1p, reduce_rows
+from softsieve.kernels.cross_entropy_triton import _log1p, _logit, reduce_rows
 from softsieve.kernels.linear_types import (
     Chunk,
     Entries,
@@ -27,22 +27,6 @@ TILE = 128  # classes whose largest logit is kept
 VISITED = 8  # tiles of a row, at most, that are visited again
 LISTED = 16  # classes of a row, at most, that are listed
 _TILE = tl.constexpr(TILE)
-
-
-@triton.jit
-def _logit(x, bias, at, inside, cap, BIASED: tl.constexpr, CAPPED: tl.constexpr):
-    """Turn products into logits of the classes ``at``: add the bias, cap them, and write -inf where none is inside."""
-    x = x.to(tl.float32)
-    if BIASED:
-        x += tl.load(bias + at, mask=inside).to(tl.float32)
-    if CAPPED:
-        u = x / cap
-        v = u * u
-        small = x * (1.0 - v * (1.0 / 3 - v * (2.0 / 15 - v * (17.0 / 315))))
-        x = tl.where(v < 0.02, small, cap * (2.0 / (1.0 + tl.exp(-2.0 * u)) - 1.0))  # cap * tanh(x / cap)
-    if inside is not None:
-        x = tl.where(inside, x, -float("inf"))
-    return x
 
 
 @triton.jit

@@ -7,7 +7,7 @@ comment says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Targets(NamedTuple):
     """What the rows should have said, and how much each counts."""
 
     label: Tensor  # int64; of `settle` also (rows, labels), -1 for none
-    delta: Tensor  # margins in [0, 1], () or (rows,)
+    delta: Any  # margins in [0, 1], a tensor () or (rows,); of `kernels.linear_held` also a number
     class_weight: Tensor | None = None  # (classes of all shards,)
     row_weight: Tensor | None = None
 

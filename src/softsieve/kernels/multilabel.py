@@ -100,15 +100,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
     if grad_loss is None:
         return None, None, None, None
-    logits, *others = ctx.saved_tensors
+    logits, target, sides, kept = ctx.saved_tensors
+    others = target, sides, kept
     backward: Callable[..., Tensor] = _backward
     if needs_op(logits):
         backward = backward_op
     elif torch.is_grad_enabled():  # somebody wants the second derivative
         backward = _apply_backward
+    rows = logits.shape[0]
+    if backward is _backward and _uses_triton(logits):
+        from softsieve.kernels import multilabel_triton
+
+        scale = 1 / rows if ctx.reduction == "mean" else 1.0
+        return multilabel_triton.backward(grad_loss, logits, target, sides, kept, scale), None, None, None
     if ctx.reduction == "mean":
-        grad_loss = grad_loss / logits.shape[0]
-    return backward(grad_loss.expand(logits.shape[0]), logits, *others), None, None, None
+        grad_loss = grad_loss / rows
+    return backward(grad_loss.expand(rows), logits, *others), None, None, None
 
 
 def _save_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Multi-label AS-Softmax against the threshold in Triton: two launches forward, one backward.
+"""Multi-label AS-Softmax against the threshold in Triton: one launch forward, one backward.
 
 For logits of fp32 and narrower. `kernels.multilabel` says what goes in and out. Runs under Triton's interpreter too.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softsieve.kernels.cross_entropy_triton import LARGEST, _log1p, reduce_rows, settings
+from softsieve.kernels.cross_entropy_triton import LARGEST, _finish, _log1p, empty_results, settings
 
 
 @triton.jit
@@ -41,11 +41,13 @@ def _margin(top, base, norm):
 
 @triton.jit
 def _forward(
-    logits, target, loss, sides, kept, margin, share, stride, target_stride, classes, delta, BLOCK: tl.constexpr
+    logits, target, loss, sides, kept, margin, parts, valid, sums, done, stride, target_stride, classes, delta,
+    MEAN: tl.constexpr, NONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a row once, or twice if one of its sides is neither dense nor solved; write what is known of it.
 
-    A flag that is neither 0 nor 1 is not refused here: such a row is written with -1 kept classes.
+    The program that is done last adds up the losses, so that their order does not depend on chance. A flag that is
+    neither 0 nor 1 is not refused here: such a row is written with -1 kept classes, and ``valid`` is false.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -120,14 +122,25 @@ def _forward(
     tl.store(sides + 3, base_p)
     tl.store(sides + 4, norm_n)
     tl.store(sides + 5, norm_p)
-    tl.store(loss + row, row_loss)
+    if NONE:
+        tl.store(loss + row, row_loss)
     tl.store(kept + row, count)
     tl.store(margin + row, least)
-    tl.store(share + row, 1.0)
+    programs = tl.num_programs(0)
+    tl.store(sums + row, row_loss)
+    tl.store(sums + programs + row, 1.0)
+    tl.store(sums + 2 * programs + row, (wrong > 0).to(tl.float32))
+    tl.debug_barrier()
+    if tl.atomic_add(done, 1, sem="acq_rel") == programs - 1:
+        tl.debug_barrier()
+        _finish(sums, programs, loss, parts, valid, MEAN, NONE)
 
 
 @triton.jit
-def _backward(grad, factor, logits, target, sides, kept, stride, target_stride, classes, BLOCK: tl.constexpr):
+def _backward(
+    grad, factor, logits, target, sides, kept, factor_stride, scale, stride, target_stride, classes,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Read a block of a row's logits and the row's numbers; write its gradient, which is 0 in a solved row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -141,7 +154,7 @@ def _backward(grad, factor, logits, target, sides, kept, stride, target_stride, 
         cut = tl.where(own, tl.load(sides + 1), tl.load(sides))
         base = tl.where(own, tl.load(sides + 3), tl.load(sides + 2))
         q = tl.exp((z - base) - tl.where(own, tl.load(sides + 5), tl.load(sides + 4)))
-        q = tl.where(z < cut, 0.0, tl.where(own, -q, q) * tl.load(factor + row))
+        q = tl.where(z < cut, 0.0, tl.where(own, -q, q) * (tl.load(factor + row * factor_stride) * scale))
     tl.store(grad + row * classes + at, q.to(grad.dtype.element_ty), mask=inside)
 
 
@@ -158,24 +171,25 @@ def forward(
     """Loss, sides, kept and margin, and whether all flags are valid."""
     logits, target = _readable(logits, target)
     rows, classes = logits.shape
-    loss, margin, share = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    sides, kept = loss.new_empty(rows, 6), loss.new_empty(rows, dtype=torch.long)
+    margin, sides = (torch.empty(size, dtype=torch.float32, device=logits.device) for size in ((rows,), (rows, 6)))
+    kept = torch.empty(rows, dtype=torch.long, device=logits.device)
+    loss, parts, sums, valid, done = empty_results(rows if reduction == "none" else 0, rows, logits.device)
     _forward[(rows,)](
-        logits, target, loss, sides, kept, margin, share,
-        logits.stride(0), target.stride(0), classes, delta, **settings(classes),
+        logits, target, loss, sides, kept, margin, parts, valid, sums, done,
+        logits.stride(0), target.stride(0), classes, delta, MEAN=reduction == "mean", NONE=reduction == "none",
+        **settings(classes),
     )  # fmt: skip
-    loss, valid = reduce_rows(loss, kept, share, reduction)
     return (loss, sides, kept, margin), valid
 
 
-def backward(factor: Tensor, logits: Tensor, target: Tensor, sides: Tensor, kept: Tensor) -> Tensor:
-    """Gradient of the logits, each row's times its factor."""
+def backward(factor: Tensor, logits: Tensor, target: Tensor, sides: Tensor, kept: Tensor, scale: float = 1.0) -> Tensor:
+    """Gradient of the logits, each row's times its factor, or the one of all, and ``scale``."""
     logits, target = _readable(logits, target)
     rows, classes = logits.shape
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     blocks = settings(classes)
     _backward[(rows, triton.cdiv(classes, blocks["BLOCK"]))](
-        grad, factor.contiguous(), logits, target, sides, kept,
+        grad, factor, logits, target, sides, kept, factor.stride(0) if factor.ndim else 0, scale,
         logits.stride(0), target.stride(0), classes, **blocks,
     )  # fmt: skip
     return grad

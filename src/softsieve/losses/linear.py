@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -186,7 +188,7 @@ def compute(
     _checks.target(target, hidden, name="hidden states")
     check_options(ignore_index, reduction, backend)
     cap = 0.0 if softcap is None else _checks.positive("softcap", softcap)
-    margins = _checks.margins(delta, target)
+    delta = _checks.margins(delta, target) if isinstance(delta, Tensor) else _checks.number("delta", delta, 0, 1)
     if row_weight is not None:
         _checks.each_row("row_weight", row_weight, target)
         row_weight = row_weight.reshape(-1)
@@ -200,7 +202,7 @@ def compute(
     casts = stepper is None and torch.is_autocast_enabled(kind)
     if casts and dtype != torch.float64:  # which torch's own leaves alone
         hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
-    targets = Targets(target.reshape(-1).long(), margins, class_weight, row_weight)
+    targets = Targets(target.reshape(-1).long(), delta, class_weight, row_weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     loss, stats = _compute(rows, weight, bias, targets, options, return_stats, stepper)
     if not torch.is_autocast_enabled(kind):
@@ -210,11 +212,51 @@ def compute(
     return loss if stats is None else (loss, LinearASStats(*(s.view(target.shape) for s in stats)))
 
 
-def _choose_way(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Any:
-    """The module that computes it: that which holds logits, where gradients are wanted and those of enough rows fit."""
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+@cache
+def _held() -> Any:
+    """The module that needs Triton, imported by the first call that needs it."""
+    return import_module("softsieve.kernels.linear_held")
+
+
+def _differentiable(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
+) -> tuple[Tensor, Any]:
+    """The loss and what is known of the rows, by the module that holds logits where those of enough rows fit.
+
+    A margin that is the same for all rows may be a plain number, which to write on a GPU takes a launch.
+    """
     plain = not needs_op(hidden) and not torch._C._are_functorch_transforms_active()
-    return linear_rows if wanted and plain and linear_rows.block_rows(hidden, weight, options) else kernel
+    wanted = torch.is_grad_enabled() and (
+        hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    layer = hidden, weight, bias
+    found: tuple[Tensor, Any]
+    if plain and options.backend == kernel.TRITON:
+        height = _held().choose(*layer, targets, options, wanted)
+        if height:
+            found = _held().linear_as_cross_entropy(*layer, targets, options, height=height)
+            return found
+    targets = _with_margins(targets)
+    way = linear_rows if plain and wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+    found = way.linear_as_cross_entropy(*layer, targets, options)
+    return found
+
+
+def _with_margins(targets: Targets) -> Targets:
+    """With a tensor of margins."""
+    if isinstance(targets.delta, Tensor):
+        return targets
+    return targets._replace(delta=_checks.margins(targets.delta, targets.label))
+
+
+def _stats(known: Any) -> LinearASStats:
+    """What a way there leaves of the rows: a tensor of numbers, or `Saved`."""
+    if isinstance(known, Tensor):
+        threshold, kept, lse, _, _, margin, _, right = known.unbind()
+        kept, right = kept.long(), right > 0
+    else:
+        threshold, kept, lse, margin, right = known.threshold, known.kept, known.lse, known.margin, known.right
+    return LinearASStats(kept == 1, kept, (threshold == -math.inf) & (kept > 0), lse, margin, right)
 
 
 def _compute(
@@ -223,17 +265,14 @@ def _compute(
 ) -> tuple[Tensor, LinearASStats | None]:  # fmt: skip
     """The loss of (rows, size), and with ``return_stats`` what is known of the rows."""
     if options.backend != "reference":
+        known: Any
         if stepper is None:
-            loss, saved = _choose_way(hidden, weight, bias, options).linear_as_cross_entropy(
-                hidden, weight, bias, targets, options
-            )
+            loss, known = _differentiable(hidden, weight, bias, targets, options)
         else:
-            loss, saved = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
-        if not return_stats:
-            return loss, None
-        dense = (saved.threshold == -math.inf) & (saved.kept > 0)
-        return loss, LinearASStats(saved.kept == 1, saved.kept, dense, saved.lse, saved.margin, saved.right)
-    label, delta, class_weight, row_weight = targets
+            targets = _with_margins(targets)
+            loss, known = stepped.linear_as_cross_entropy(hidden, weight, bias, targets, options, stepper)
+        return loss, _stats(known) if return_stats else None
+    label, delta, class_weight, row_weight = _with_margins(targets)
     check_labels(label, len(weight), options.ignore_index)
     shared: dict[str, Any] = {"bias": bias, "delta": delta, "ignore_index": options.ignore_index}
     shared["softcap"] = options.cap or None
