@@ -78,9 +78,9 @@ class CausalLoss:
                 f"found {target.numel()}"
             )
         delta = self.delta if self.training else 1.0
-        if self.shift is None and self.labels is not None:
-            if not (torch.compiler.is_compiling() or self.called) or self.weights is not None:  # as `_compare` asks it
-                self._find_shift(self.labels, target, ignore_index)
+        first = not (torch.compiler.is_compiling() or self.called)  # the few tokens of `_compare`
+        if self.shift is None and self.labels is not None and (first or self.weights is not None):
+            self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
         def work(product: Product) -> Any:
