@@ -31,7 +31,8 @@ def lm_finetune(
     weights: Annotated[str, typer.Option(help="of the model: float32, or bfloat16, on a GPU")] = "float32",
     random: Annotated[bool, typer.Option(help="take the folder's config.json with random weights")] = False,
     lora: Annotated[int, typer.Option(min=0, help="rank of LoRA on attention and output layer; 0: train all")] = 0,
-    compiled: Annotated[bool, typer.Option(help="also time torch.compile")] = True,
+    compiled: Annotated[bool, typer.Option(help="also torch.compile, with logits and with ours")] = True,
+    memory: Annotated[int | None, typer.Option(min=1, help="MB that ours may take, in a row of its own")] = None,
     seed: Annotated[int, typer.Option(help="of the windows")] = 0,
     threads: Threads = None,
     out: Annotated[Path, results_option("lm-finetune")] = Path("lm-finetune"),
@@ -65,7 +66,7 @@ def lm_finetune(
         network = suite.random_model(model, kind, seed) if random else load_model(model, dtype=kind)
         network = suite.adapt(network, lora, seed) if lora else network
         options: dict[str, Any] = {"deltas": delta, "compiled": compiled, "rounds": rounds, "rate": rate}
-        options["precision"] = precision
+        options |= {"precision": precision, "memory": memory}
         missing = left_out(precision, weights, lora)
         options["rivals"] = [name for name in PACKAGES if name not in missing]
         measured = list(suite.measure(network, windows, **options, progress=progress))

@@ -34,6 +34,7 @@ class Way(NamedTuple):
     delta: float | None = None
     compiled: bool = False
     rival: bool = False
+    memory: int | None = None  # bytes that ours may take
 
     @property
     def exact(self) -> bool:
@@ -70,10 +71,17 @@ class Windows(NamedTuple):
     held_out: Tensor  # (rows, length)
 
 
-def ways(deltas: Sequence[float], compiled: bool, rivals: Sequence[str] = ()) -> list[Way]:
-    """All that are trained and timed: dense, compiled, other packages, and ours, the first of them compiled, too."""
+def ways(deltas: Sequence[float], compiled: bool, rivals: Sequence[str] = (), memory: int | None = None) -> list[Way]:
+    """All that are trained and timed: dense, compiled, other packages, and ours.
+
+    The first of ours also with ``memory`` in MB, and with that inside torch.compile.
+    """
     ours = [Way(f"ours, delta {delta:g}", delta) for delta in deltas]
-    ours += [Way(f"{way.name}, compiled", way.delta, compiled=True) for way in ours[:1] if compiled]
+    first = ours[:1]
+    if memory is not None:
+        first = [way._replace(name=f"{way.name}, {memory} MB", memory=memory * 10**6) for way in first]
+        ours += first
+    ours += [way._replace(name=f"{way.name}, compiled", compiled=True) for way in first if compiled]
     others = [Way(name, rival=True) for name in rivals]
     return [Way("dense"), *([Way("torch.compile", compiled=True)] if compiled else []), *others, *ours]
 
@@ -84,7 +92,7 @@ def prepare(model: Any, way: Way) -> Any:
         return model
     if way.delta is not None:
         model = copy.deepcopy(model)
-        accelerate_loss(model, way.delta)
+        accelerate_loss(model, way.delta, memory=way.memory)
     return torch.compile(model)
 
 
@@ -95,7 +103,7 @@ def training(called: Any, way: Way) -> Iterator[CausalLoss | None]:
         forward = None if way.delta is None else loss_of(called)
         yield None if forward is None else forward.loss
         return
-    loss = accelerate_loss(called, way.delta)
+    loss = accelerate_loss(called, way.delta, memory=way.memory)
     try:
         yield loss
     finally:
@@ -246,10 +254,10 @@ def restart(model: Any, start: Mapping[str, Tensor]) -> None:
 
 def measure(
     model: Any, windows: Windows, *, deltas: Sequence[float], compiled: bool, rounds: int, rate: float, precision: str,
-    rivals: Sequence[str] = (), progress: ProgressCallback = no_progress,
+    rivals: Sequence[str] = (), memory: int | None = None, progress: ProgressCallback = no_progress,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # fmt: skip
     """A row and the points of its curve for each way, the model before training first; the model is trained."""
-    calls = {way: prepare(model, way) for way in ways(deltas, compiled, rivals)}
+    calls = {way: prepare(model, way) for way in ways(deltas, compiled, rivals, memory)}
     costs = cost(calls, windows, rounds=rounds, precision=precision, progress=progress)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "step_seconds", "step_mb", "loss", "apart", "solved"))

@@ -280,6 +280,17 @@ def test_compiled(name: str) -> None:
     assert loss.summary()["tokens"] == 10
 
 
+def test_memory_is_that_of_the_loss() -> None:
+    model, batch = llama(), batch_of()
+    dense = step(model, batch)
+    accelerate_loss(model, delta=1.0, memory=10**9)
+    same(step(model, batch), dense)
+    restore_loss(model)
+    with pytest.raises(ValueError, match="memory: expected at least"):
+        accelerate_loss(model, delta=1.0, memory=1)
+    same(step(model, batch), dense, 0.0)
+
+
 def test_summary_tells_of_the_batches() -> None:
     model, batch = llama(), batch_of()
     logits = model(**batch).logits[:, :-1].detach()
@@ -539,9 +550,10 @@ def test_what_needs_logits_says_so() -> None:
 
 
 def test_bad_options() -> None:
-    for options in ({"delta": 1.5}, {"delta": "x"}, {"backend": "none"}, {"evaluate": "logits"}):
+    wrong: list[Any] = [{"delta": 1.5}, {"delta": "x"}, {"backend": "none"}, {"evaluate": "logits"}]
+    for options in [*wrong, {"memory": 0}, {"memory": 1e9}]:
         model = llama()
-        with pytest.raises((TypeError, ValueError), match=r"delta|backend|evaluate"):
+        with pytest.raises((TypeError, ValueError), match=r"delta|backend|evaluate|memory"):
             accelerate_loss(model, **options)
         assert "forward" not in vars(model)
     with pytest.raises(InputError, match="found the model's own"):

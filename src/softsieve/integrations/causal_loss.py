@@ -54,8 +54,8 @@ class CausalLoss:
         5
     """
 
-    def __init__(self, delta: float, backend: str) -> None:
-        self.delta, self.backend = delta, backend
+    def __init__(self, delta: float, backend: str, memory: int | None = None) -> None:
+        self.delta, self.backend, self.memory = delta, backend, memory
         self.evaluates: bool | str = False
         self.stats: LinearASStats | None = None
         self.counted: Tensor | None = None
@@ -87,7 +87,7 @@ class CausalLoss:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
                 reduction=reduction, class_weight=weight, row_weight=row_weight, softcap=product.softcap,
-                backend=self.backend, group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+                backend=self.backend, group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
@@ -102,7 +102,7 @@ class CausalLoss:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
                 reduction="none", class_weight=None, row_weight=None, softcap=product.softcap, backend=self.backend,
-                group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+                group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
@@ -324,7 +324,7 @@ def check_evaluate(value: object) -> None:
 
 
 def accelerate_loss(
-    model: Any, delta: float = 0.1, *, backend: str = "auto", evaluate: bool | str = False
+    model: Any, delta: float = 0.1, *, backend: str = "auto", memory: int | None = None, evaluate: bool | str = False
 ) -> CausalLoss:
     """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
 
@@ -339,6 +339,8 @@ def accelerate_loss(
         model: a causal or sequence-to-sequence language model of Hugging Face, or one of PEFT.
         delta: margin in [0, 1]: a token whose probability leads all others by more than it has no gradient.
         backend: that of `linear_as_cross_entropy`.
+        memory: also its: bytes that the loss may take beyond states and gradients. On a GPU more makes it faster, most
+            where the logits of a batch fit, in the dtype of the pass.
         evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With
             ``"tokens"`` the predicted tokens stand in ``outputs.logits``, for a ``compute_metrics``.
 
@@ -360,7 +362,9 @@ def accelerate_loss(
         >>> torch.allclose(model(input_ids=tokens, labels=tokens).loss, dense)
         True
     """
-    loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend)
+    if memory is not None:
+        _checks.whole_number("memory", memory, 1, 2**62)
+    loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend, memory)
     check_options(-100, "mean", backend)
     check_evaluate(evaluate)
     model = inner_model(model)
