@@ -291,12 +291,13 @@ def outcome(way: Way, curve: Sequence[dict[str, Any]], dense: Sequence[dict[str,
 def draw(curves: Sequence[dict[str, Any]]) -> Any:
     """Curves of loss and of the solved share."""
     figure = new_figure(9, 3.5)
+    names = [*dict.fromkeys(point["way"] for point in curves)]
     for panel, field in zip(figure.subplots(1, 2), ("loss", "solved"), strict=True):
-        for name in dict.fromkeys(point["way"] for point in curves):
+        for number, name in enumerate(names):
             points = [point[field] for point in curves if point["way"] == name and point[field] is not None]
             means = [statistics.fmean(points[i : i + SMOOTH]) for i in range(0, len(points), SMOOTH)]
             if means:
-                panel.plot([SMOOTH * (i + 1) for i in range(len(means))], means, label=name)
+                panel.plot([SMOOTH * (i + 1) for i in range(len(means))], means, f"C{number}", label=name)
         panel.set(xlabel="step", ylabel="training loss" if field == "loss" else "solved share")
     figure.axes[0].legend(fontsize="small")
     return figure
