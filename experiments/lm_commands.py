@@ -42,7 +42,8 @@ def lm_finetune(
     Dense logits, torch.compile, on a GPU Liger and cut-cross-entropy where they are installed, and the loss without
     logits at each delta, which is plain cross-entropy at 1. Seconds and MB are of forward and backward pass, all ways
     in turn on one model; step_seconds and step_mb of whole steps of training. The curves are in OUT.curves.csv; apart
-    is how far the losses of a way are from the dense ones at most, where it computes the same.
+    is how far the losses of a way are from the dense ones at most, where it computes the same. Tables are written
+    after each part: times of the eager ways first, then their curves, then what is compiled.
     """
     with watched(out) as progress:
         import torch
@@ -69,14 +70,19 @@ def lm_finetune(
         options |= {"precision": precision, "memory": memory}
         missing = left_out(precision, weights, lora)
         options["rivals"] = [name for name in PACKAGES if name not in missing]
-        measured = list(suite.measure(network, windows, **options, progress=progress))
-        rows, curves = [row for row, _ in measured], [point for _, curve in measured for point in curve]
-        named = {"model": Path(model).name if Path(model).is_dir() else model, "text": text.name, "tokens": len(ids)}
+        named = {"model": Path(model).name if Path(model).exists() else model, "text": text.name, "tokens": len(ids)}
         about = {**named, **sizes, **options, "weights": weights, "random": random, "lora": lora}
-        about["threads"] = torch.get_num_threads()
-        about["left_out"] = missing
+        about |= {"threads": torch.get_num_threads(), "left_out": missing}
+        by_way: dict[str, Any] = {}
+        curves: list[dict[str, Any]] = []
+        for row, curve in suite.measure(network, windows, **options, progress=progress):
+            by_way[row["way"]] = row
+            curves += curve
+            rows = [*by_way.values()]  # written at once: what is cut off leaves what it has
+            write_table(beside(out, ".csv"), {"experiment": "lm-finetune", **about}, rows)
+            if curve:
+                write_table(beside(out, ".curves.csv"), {"experiment": "lm-finetune, curves", **about}, curves)
         write_results(out, "lm-finetune", about, rows, suite.draw(curves))
-        write_table(beside(out, ".curves.csv"), {"experiment": "lm-finetune, curves", **about}, curves)
     for name, reason in missing.items():
         plain_console().print(f"{name}: not measured, {reason}")
     say(out, rows, more=[".curves.csv"])

@@ -25,6 +25,11 @@ from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, loss
 HELD_OUT = 0.1  # share of the text, its end
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")  # layers with LoRA, as most models name them
 SMOOTH = 5  # steps that a curve is the mean of
+COLUMNS = (
+    "way", "delta", "seconds", "ratio", "mb", "step_seconds", "step_mb", "loss", "apart", "solved", "perplexity",
+    "accuracy",
+)  # fmt: skip
+EMPTY: dict[str, Any] = dict.fromkeys(COLUMNS)
 
 
 class Way(NamedTuple):
@@ -256,23 +261,44 @@ def measure(
     model: Any, windows: Windows, *, deltas: Sequence[float], compiled: bool, rounds: int, rate: float, precision: str,
     rivals: Sequence[str] = (), memory: int | None = None, progress: ProgressCallback = no_progress,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # fmt: skip
-    """A row and the points of its curve for each way, the model before training first; the model is trained."""
-    calls = {way: prepare(model, way) for way in ways(deltas, compiled, rivals, memory)}
-    costs = cost(calls, windows, rounds=rounds, precision=precision, progress=progress)
+    """A row of each way and the points of its curve; the model is trained.
+
+    First the model before training; then for the eager ways their costs, without a curve, and after these the whole
+    rows; then the same for what is compiled, timed in turn with dense logits. So a run that is cut off has the most.
+    """
+    chosen = ways(deltas, compiled, rivals, memory)
+    eager, late = [way for way in chosen if not way.compiled], [way for way in chosen if way.compiled]
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    empty = dict.fromkeys(("delta", "seconds", "ratio", "mb", "step_seconds", "step_mb", "loss", "apart", "solved"))
     size = windows.training.shape[1]
-    yield {"way": "before", **empty, **judge(model, windows.held_out, size, precision)}, []
+    yield {**EMPTY, "way": "before", **judge(model, windows.held_out, size, precision)}, []
     dense: list[dict[str, Any]] = []
-    share: ProgressCallback = lambda what, part: progress(what, part * 0.5 / len(calls))  # noqa: E731
-    for way, called in calls.items():
-        restart(inside(called), start)
-        step, curve = train(called, way, windows, rate=rate, precision=precision, progress=share)
-        dense = dense or curve
-        row: dict[str, Any] = {"way": way.name, **empty, "delta": way.delta, **costs[way.name], **step}
-        row["ratio"] = row["seconds"] / costs["dense"]["seconds"]
-        row |= outcome(way, curve, dense)
-        yield {**row, **judge(inside(called), windows.held_out, size, precision)}, curve
+    for group in (eager, late):
+        calls = {way: prepare(model, way) for way in dict.fromkeys((*eager[:1], *group))} if group else {}
+        each: ProgressCallback = lambda what, part: progress(what, part / 2)  # noqa: E731
+        costs = cost(calls, windows, rounds=rounds, precision=precision, progress=each)
+        rows = {way: _row(way, costs) for way in group}
+        yield from ((row, []) for row in rows.values())
+        for way, row in rows.items():
+            restart(inside(calls[way]), start)
+            step, curve = train(
+                calls[way], way, windows, rate=rate, precision=precision,
+                progress=lambda what, part: progress(what, part * 0.5 / len(chosen)),
+            )  # fmt: skip
+            dense = dense or curve
+            found = judge(inside(calls[way]), windows.held_out, size, precision)
+            yield {**row, **step, **outcome(way, curve, dense), **found}, curve
+
+
+def _row(way: Way, costs: Mapping[str, dict[str, float]]) -> dict[str, Any]:
+    """What a way costs, and its place for what training shows."""
+    found = costs[way.name]
+    return {
+        **EMPTY,
+        "way": way.name,
+        "delta": way.delta,
+        **found,
+        "ratio": found["seconds"] / costs["dense"]["seconds"],
+    }
 
 
 def outcome(way: Way, curve: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> dict[str, float | None]:
