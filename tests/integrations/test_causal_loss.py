@@ -280,6 +280,17 @@ def test_compiled(name: str) -> None:
     assert loss.summary()["tokens"] == 10
 
 
+def test_memory_is_that_of_the_loss() -> None:
+    model, batch = llama(), batch_of()
+    dense = step(model, batch)
+    accelerate_loss(model, delta=1.0, memory=10**9)
+    same(step(model, batch), dense)
+    restore_loss(model)
+    with pytest.raises(ValueError, match="memory: expected at least"):
+        accelerate_loss(model, delta=1.0, memory=1)
+    same(step(model, batch), dense, 0.0)
+
+
 def test_summary_tells_of_the_batches() -> None:
     model, batch = llama(), batch_of()
     logits = model(**batch).logits[:, :-1].detach()
@@ -346,6 +357,19 @@ def test_a_margin_that_changes_is_compiled_once() -> None:
         loss.delta = 1 - 0.1 * number
         compiled(**batch_of(seed=number)).loss.backward()
     assert counter.frame_count <= 2  # a number that has changed once is a symbol from then on
+
+
+def test_steps_and_their_summaries_are_compiled_once() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = llama()
+    loss, counter = accelerate_loss(model, delta=1.0), CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, backend=counter, fullgraph=True)
+    for number in range(5):
+        compiled(**batch_of(seed=number)).loss.backward()
+        if number > 1:
+            assert loss.summary()["tokens"] == (30 if number == 2 else 10)
+    assert counter.frame_count == 1
 
 
 def test_predicted_tokens_in_place_of_logits() -> None:
@@ -526,9 +550,10 @@ def test_what_needs_logits_says_so() -> None:
 
 
 def test_bad_options() -> None:
-    for options in ({"delta": 1.5}, {"delta": "x"}, {"backend": "none"}, {"evaluate": "logits"}):
+    wrong: list[Any] = [{"delta": 1.5}, {"delta": "x"}, {"backend": "none"}, {"evaluate": "logits"}]
+    for options in [*wrong, {"memory": 0}, {"memory": 1e9}]:
         model = llama()
-        with pytest.raises((TypeError, ValueError), match=r"delta|backend|evaluate"):
+        with pytest.raises((TypeError, ValueError), match=r"delta|backend|evaluate|memory"):
             accelerate_loss(model, **options)
         assert "forward" not in vars(model)
     with pytest.raises(InputError, match="found the model's own"):

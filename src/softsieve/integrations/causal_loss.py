@@ -54,8 +54,8 @@ class CausalLoss:
         5
     """
 
-    def __init__(self, delta: float, backend: str) -> None:
-        self.delta, self.backend = delta, backend
+    def __init__(self, delta: float, backend: str, memory: int | None = None) -> None:
+        self.delta, self.backend, self.memory = delta, backend, memory
         self.evaluates: bool | str = False
         self.stats: LinearASStats | None = None
         self.counted: Tensor | None = None
@@ -64,7 +64,7 @@ class CausalLoss:
         self.labels: Tensor | None = None  # of the batch under way
         self.weights: Tensor | None = None  # of these labels
         self.shift: str | None = None  # which of `SHIFTS` the model's code does, once that is known
-        self.calls = 0  # losses so far
+        self.called = False  # whether anyone has asked for a loss
         self.rounding = 0.0  # relative, of the dtype that the latest logits would have
         self._totals: dict[bool, Tensor] = {}  # tokens, right, solved, lse, margin: in training and in evaluation
 
@@ -78,21 +78,20 @@ class CausalLoss:
                 f"found {target.numel()}"
             )
         delta = self.delta if self.training else 1.0
-        if self.shift is None and self.labels is not None:
-            first = self.calls == 0 and not torch.compiler.is_compiling()  # the few tokens of `_compare`
-            if first or self.weights is not None:
-                self._find_shift(self.labels, target, ignore_index)
+        first = not (torch.compiler.is_compiling() or self.called)  # the few tokens of `_compare`
+        if self.shift is None and self.labels is not None and (first or self.weights is not None):
+            self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
         def work(product: Product) -> Any:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
                 reduction=reduction, class_weight=weight, row_weight=row_weight, softcap=product.softcap,
-                backend=self.backend, group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+                backend=self.backend, group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
-        self.calls += 1
+        self.called = True
         self._note(stats, target != ignore_index)
         return loss  # type: ignore[no-any-return]
 
@@ -103,11 +102,11 @@ class CausalLoss:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
                 reduction="none", class_weight=None, row_weight=None, softcap=product.softcap, backend=self.backend,
-                group=None, return_stats=True, loss_dtype=_loss_dtype(logits),
+                group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
         loss, stats = logits.judged(work)
-        self.calls += 1
+        self.called = True
         self._note(stats, target != ignore_index)
         return -loss  # type: ignore[no-any-return]
 
@@ -116,11 +115,15 @@ class CausalLoss:
         parts = (counted, stats.right, stats.solved, stats.lse, stats.margin.clamp_min(0))
         sums = torch.stack([part.sum(dtype=torch.float64).detach() for part in parts])
         before = self._totals.get(self.training)
-        self._totals[self.training] = sums if before is None else before + sums
+        self._totals[self.training] = sums if before is None else before.to(sums.device) + sums
 
     def totals(self, *, training: bool = True) -> Tensor:
         """Sums over the labels since the last call: how many, right, solved, log Z and margins above 0."""
-        return self._totals.pop(training, torch.zeros(5, dtype=torch.float64))
+        found = self._totals.get(training)
+        if found is None:
+            return torch.zeros(5, dtype=torch.float64)
+        self._totals[training] = torch.zeros_like(found)  # still there: a compiled model need not be compiled again
+        return found
 
     def summary(self, totals: Tensor | None = None, *, training: bool = True) -> dict[str, float]:
         """What the batches since the last call were like, or those that some `totals` are of.
@@ -321,7 +324,7 @@ def check_evaluate(value: object) -> None:
 
 
 def accelerate_loss(
-    model: Any, delta: float = 0.1, *, backend: str = "auto", evaluate: bool | str = False
+    model: Any, delta: float = 0.1, *, backend: str = "auto", memory: int | None = None, evaluate: bool | str = False
 ) -> CausalLoss:
     """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
 
@@ -336,6 +339,8 @@ def accelerate_loss(
         model: a causal or sequence-to-sequence language model of Hugging Face, or one of PEFT.
         delta: margin in [0, 1]: a token whose probability leads all others by more than it has no gradient.
         backend: that of `linear_as_cross_entropy`.
+        memory: also its: bytes that the loss may take beyond states and gradients. On a GPU more makes it faster, most
+            where the logits of a batch fit, in the dtype of the pass.
         evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With
             ``"tokens"`` the predicted tokens stand in ``outputs.logits``, for a ``compute_metrics``.
 
@@ -357,7 +362,9 @@ def accelerate_loss(
         >>> torch.allclose(model(input_ids=tokens, labels=tokens).loss, dense)
         True
     """
-    loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend)
+    if memory is not None:
+        _checks.whole_number("memory", memory, 1, 2**62)
+    loss = CausalLoss(_checks.number("delta", delta, 0, 1), backend, memory)
     check_options(-100, "mean", backend)
     check_evaluate(evaluate)
     model = inner_model(model)
@@ -410,11 +417,11 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise
         except Exception as error:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
-    if loss.calls == 0:
+    if not loss.called:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
     bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
     if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
-    loss.totals(training=False)
+    loss._totals = {kind: torch.zeros_like(loss.totals(training=False)) for kind in (True, False)}
     loss.stats = loss.counted = None
-    loss.calls = 0
+    loss.called = False

@@ -61,7 +61,7 @@ class ASLossCallback(TrainerCallback):
         delta: margin at the end, in [0, 1]; 1 is the model's own cross-entropy.
         initial_delta: margin at the start.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
-        backend: that of `linear_as_cross_entropy`.
+        backend, memory: those of `accelerate_loss`.
         evaluate: whether evaluations within training do without logits, too: True where only their loss is asked for,
             ``"tokens"`` with a ``compute_metrics``, which then gets predicted tokens.
 
@@ -76,11 +76,12 @@ class ASLossCallback(TrainerCallback):
 
     def __init__(
         self, delta: float = 0.1, *, initial_delta: float = 1.0, ratio: float = 0.0, backend: str = "auto",
-        evaluate: bool | str = False,
+        memory: int | None = None, evaluate: bool | str = False,
     ) -> None:  # fmt: skip
         self.schedule = DeltaSchedule(delta, initial_delta, ratio, total_steps=1)  # counted in shares of training
         check_evaluate(evaluate)
-        self.backend, self.evaluate = backend, evaluate
+        self.options: dict[str, Any] = {"backend": backend, "memory": memory}
+        self.evaluate = evaluate
         self._loss: CausalLoss | None = None
         self._ours = True
 
@@ -97,14 +98,14 @@ class ASLossCallback(TrainerCallback):
             self._loss = before.loss
             self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
         else:
-            self._loss = accelerate_loss(model, self.schedule(0), backend=self.backend, evaluate=self.evaluate)
+            self._loss = accelerate_loss(model, self.schedule(0), **self.options, evaluate=self.evaluate)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loss is not None:
             self._loss.delta = self.schedule(min(1.0, state.global_step / max(1, state.max_steps)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if self._loss is not None and self._loss.calls == 0:
+        if self._loss is not None and not self._loss.called:
             self.on_train_end(args, state, control, model)
             raise InputError("ASLossCallback: expected a trainer that takes the model's loss, found one with its own")
 
