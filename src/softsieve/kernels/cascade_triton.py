@@ -1,8 +1,9 @@
 """The cascade on a GPU, in Triton: queries through preview, one tier of codes and exact rows. Raw tensors only.
 
-Six launches, seven with a tier, whatever the queries are, and none of them waits for the host. They are the steps of
+Seven launches, eight with a tier, whatever the queries are, and none of them waits for the host. They are the steps of
 docs/cascade.md: `measure_errors`, `preview_rows`, `select_survivors`, `refine_survivors`, `read_finalists`,
-`estimate_log_z`, and `answer_exactly` for queries that fall back to all rows. Runs under Triton's interpreter, too.
+`estimate_log_z`, and the two of `exact_triton` for queries that fall back to all rows, which share one pass over them.
+Runs under Triton's interpreter, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from softsieve.kernels import cascade_answers_triton as answers
 from softsieve.kernels import cascade_stages_triton as stages
+from softsieve.kernels import exact_triton
 from softsieve.kernels.cascade_answers_triton import DRIFTED, EXPENSIVE
 from softsieve.kernels.cascade_stages_triton import BLOCK, CHOICE, GROUP, SPREADS
 
@@ -25,7 +27,7 @@ WARPS = 4
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
 MOST_BATCH = 64
-ARRIVALS = 2 * MOST_BATCH  # counters, of which some are used; each call's begin where memory is aligned
+ARRIVALS = MOST_BATCH  # counters, of which some are used; each call's begin where memory is aligned
 MOST_ROWS = 1 << 21  # one program reads the statistics of so many
 CAPACITY = 8192  # the most survivors of a query
 ANSWERED = 0  # the state of a query that needs no fallback
@@ -143,22 +145,17 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "refined": (2, batch, plan.capacity if tiered else 0),  # how much of a value was corrected, and the value
         "counts": (batch + 1,),  # survivors, and queries that fall back
         "rows": (batch, plan.capacity),  # survivors
+        "states": (batch,),  # why queries fall back, 0 for those that do not
         "whole": (batch, plan.k + 5),  # of `Found`
         "numbers": (batch, 2 * plan.k + 8),  # of `Found`
     }
-    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(("unusual", "counts", "rows"), torch.int32)
+    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(("unusual", "counts", "rows", "states"), torch.int32)
     return SimpleNamespace(
         **{
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=index.weight.device)
             for name, shape in shapes.items()
         }
     )
-
-
-def _options(x: Tensor) -> dict[str, Any]:
-    """How kernels are launched: from Hopper on before the one before is done, for which they wait themselves."""
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"num_warps": WARPS, "EARLY": early} | ({"launch_pdl": early} if x.is_cuda else {})
 
 
 def _count_read(index: Index, plan: Plan) -> tuple[int, int]:
@@ -197,7 +194,8 @@ def ask(
     blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE)
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
-    how = _options(x)
+    how = exact_triton.options(x) | {"num_warps": WARPS}
+    kept = exact_triton.partials(n, batch, k, x.device)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
@@ -235,15 +233,14 @@ def ask(
     )  # fmt: skip
     answers.estimate_log_z[(batch,)](
         m.counts, m.rows, m.refined[1] if tiered else m.values, m.refined, m.dropped, m.shifts,
-        m.scales, m.signals, m.towards, m.unusual, m.limits, m.whole, m.numbers, totals,
+        m.scales, m.signals, m.towards, m.unusual, m.limits, m.states, m.whole, m.numbers, totals,
         size, item, parts, *_count_read(index, plan), plan.tier_length + 1 if tiered else 0,
         plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, **how,
     )  # fmt: skip
-    answers.answer_exactly[(min(264, triton.cdiv(n, 4 * rows)),)](
-        x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, m.limits,
-        m.whole, m.numbers, out, n, size, item, blocks, batch, scale, *strides, torch.finfo(out.dtype).eps,
-        K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper,
-        BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, **how | {"num_warps": 2 * WARPS},
+    exact_triton.answer(
+        x, index.weight, index.bias, m.states, m.counts[batch:], kept, m.whole, m.numbers,
+        k=k, scale=scale, dense=dense, limits=m.limits if filled and k > 0 and not plan.upper else None,
+        below=torch.finfo(out.dtype).eps,
     )  # fmt: skip
     return Found(m.whole, m.numbers)

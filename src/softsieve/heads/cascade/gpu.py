@@ -82,7 +82,7 @@ class GpuCascade(Cascade):
         )
         self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
         # Graphs have only addresses, so there are counters that were made before the first one is recorded.
-        self._counters = torch.zeros(64, 2 * BATCH, dtype=torch.int32, device=weight.device)
+        self._counters = torch.zeros(64, BATCH, dtype=torch.int32, device=weight.device)
         self._unused: list[Tensor] = list(self._counters)
         self._graphs: dict[tuple[Any, ...], Graphed] = {}
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class GpuCascade(Cascade):
         return self._unused.pop() if self._unused else self._zeros()
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(2 * BATCH, dtype=torch.int32, device=self.layer.weight.device)
+        return torch.zeros(BATCH, dtype=torch.int32, device=self.layer.weight.device)
 
     def counts(self) -> tuple[int, int]:
         """Queries so far, and those of them that fell back. Waits for the GPU."""
