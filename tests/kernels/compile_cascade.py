@@ -11,11 +11,12 @@ from triton.compiler import ASTSource
 
 from softsieve.kernels import cascade_answers_triton as answers
 from softsieve.kernels import cascade_stages_triton as stages
+from softsieve.kernels import exact_triton as exact
 
 POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
-    "*i32": ("counts", "arrivals", "rows", "unusual"),
+    "*i32": ("count", "counts", "arrivals", "rows", "unusual", "states", "best"),
     "*i8": ("records", "probe_records", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
@@ -58,7 +59,11 @@ def main() -> None:
         )
         compiled(stages.read_finalists, **few, **rows, DENSE=tier, UPPER=not tier)
         compiled(answers.estimate_log_z, **few)
-        compiled(answers.answer_exactly, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)
+        asked = {"K": 8 if tier else 1, "EARLY": True}
+        compiled(
+            exact.multiply_rows, **asked, BIASED=tier, DENSE=tier, LIMITED=tier, QUERIES=64 if tier else 16, SIZE=64
+        )
+        compiled(exact.sum_up, **asked, BLOCKS=2048)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
         compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
         compiled(

@@ -52,6 +52,17 @@ def options(x: Tensor) -> dict[str, Any]:
     return {"EARLY": early} | ({"launch_pdl": early} if x.is_cuda else {})
 
 
+def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Answer all queries (batch, d), MOST at most, from all rows; the tensors of `cascade_triton.Found`."""
+    batch = len(x)
+    states = torch.full((batch + 1,), batch, dtype=torch.int32, device=x.device)
+    whole = torch.zeros(batch, k + 5, dtype=torch.int64, device=x.device)
+    numbers = torch.empty(batch, 2 * k + 8, device=x.device)
+    kept = partials(len(weight), batch, k, x.device)
+    answer(x, weight, bias, states, states[batch:], kept, whole, numbers, k=k, scale=scale)
+    return whole, numbers
+
+
 def answer(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, count: Tensor, kept: Partials,
     whole: Tensor, numbers: Tensor, *, k: int, scale: float, dense: Tensor | None = None,

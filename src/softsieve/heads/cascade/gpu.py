@@ -32,7 +32,10 @@ BATCH = 64  # queries that are answered together, at most
 TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
-_FALLBACK = 4  # times as long as its bytes take, a fallback takes
+_FALLBACK = 2  # passes over the weight that a fallback counts as: all queries of its batch wait for the one it takes
+_SHORTLIST = 4  # previews that variants are tried of
+_WIDER = (1.0, 1.25, 1.6)  # margins, of those that the top k need
+_FLOORS = (1.0, 0.25, 0.0625)  # shares of the partition function from which on rows are read, of eps / 2
 _PROBES = 64  # lanes for the rows that are always read
 
 
@@ -215,15 +218,24 @@ class GpuCascade(Cascade):
 
     def choose(
         self, start: GpuCascadeCalibration, trials: list[tuple[GpuCascadeCalibration, Trial]]
-    ) -> GpuCascadeCalibration:
-        best, trial = min(trials, key=lambda one: self._cost(*one))
-        room = max(2 * int(trial.survivors.max()), ROOM)  # for twice as many survivors as there were
-        return best._replace(capacity=min(1 << (room - 1).bit_length(), self._kernels.CAPACITY))
+    ) -> list[GpuCascadeCalibration]:
+        """A few: how many fall back is not known before it is known how far corrected sums are off."""
+        return [fit for fit, _ in sorted(trials, key=lambda one: self.cost(*one))[:_SHORTLIST]]
 
-    def _cost(self, fit: GpuCascadeCalibration, trial: Trial) -> float:
-        """Bytes that could be read in order in the time that an answer takes, in the mean."""
+    def variants(self, fit: GpuCascadeCalibration) -> list[GpuCascadeCalibration]:
+        """Wider margins and lower floors: some more rows read in full take less than a query that falls back."""
+        return [fit._replace(width=fit.width * width, floor=floor) for width in _WIDER for floor in _FLOORS]
+
+    def roomy(self, fit: GpuCascadeCalibration, trial: Trial) -> GpuCascadeCalibration:
+        """For twice as many survivors as there were."""
+        room = max(2 * int(trial.survivors.max()), ROOM)
+        return fit._replace(capacity=min(1 << (room - 1).bit_length(), self._kernels.CAPACITY))
+
+    def cost(self, fit: GpuCascadeCalibration, trial: Trial) -> float:
+        """In bytes that could be read in order in the time that an answer takes, as a share of those of the weight."""
         cost = trial.bytes_read.double() + _FALLBACK * self.layer.bytes * (trial.fallback != 0)
-        return float((cost + _AROUND * trial.survivors + _LAUNCH if fit.tier >= 0 else cost).mean())
+        cost += _AROUND * trial.survivors + (_LAUNCH if fit.tier >= 0 else 0.0)
+        return float(cost.mean()) / self.layer.bytes
 
     def plan(self, fit: GpuCascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
         """What the kernels are told; the half-width of log Z to reach is what eps says unless it is an argument."""
@@ -239,7 +251,7 @@ class GpuCascade(Cascade):
             tier_step=self._steps[fit.tier] if tiered else 0.0,
             width=fit.width,
             correction=fit.correction,
-            floor=math.log(fit.eps / 2),
+            floor=math.log(fit.floor * fit.eps / 2),
             doubt=fit.doubt,
             tolerance=math.log1p(fit.eps) if half_width is None else half_width,
             low=fit.low,
