@@ -222,6 +222,18 @@ def test_queries_from_elsewhere_are_answered_exactly(limits: dict[str, Any], k: 
     assert set(Asked(1300, 300, batch=3, k=k, biased=True, beta=0.5, **limits).check()) == {"drifted"}
 
 
+@pytest.mark.parametrize("fallbacks", [0, 1, 4, 9])
+@pytest.mark.parametrize("k", [1, 3])
+def test_nobody_one_several_and_all_of_a_batch_fall_back(k: int, fallbacks: int) -> None:
+    asked = Asked(900, 200, batch=9, k=k, biased=True)
+    errors = asked.ask(dense=None)[0].scale.sort().values
+    high = 1e30 if fallbacks == 0 else 0.0 if fallbacks == 9 else float(errors[-fallbacks - 1 :][:2].mean())
+    asked.plan = asked.plan._replace(high=high)
+    asked.totals.zero_()
+    states = asked.check()
+    assert states.count("drifted") == fallbacks
+
+
 def test_a_query_of_zeros() -> None:
     asked = Asked(600, 300, k=2, biased=True)
     asked.x.zero_()

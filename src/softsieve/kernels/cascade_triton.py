@@ -9,7 +9,7 @@ Runs under Triton's interpreter, too.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -149,7 +149,9 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "whole": (batch, plan.k + 5),  # of `Found`
         "numbers": (batch, 2 * plan.k + 8),  # of `Found`
     }
-    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(("unusual", "counts", "rows", "states"), torch.int32)
+    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(
+        ("unusual", "counts", "rows", "states"), torch.int32
+    )
     return SimpleNamespace(
         **{
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=index.weight.device)

@@ -1,7 +1,7 @@
 """Exact answers of a linear head in Triton: all rows for those queries of a batch that need them, in one pass.
 
-Two launches: `multiply_rows` reads the weight once for all of these queries together, on matrix units, and keeps of each
-block of rows the largest logit and the sum of exponentials; `sum_up` makes the answers of them. Logits themselves are
+Two launches: `multiply_rows` reads the weight once for all of these queries together, on matrix units, and keeps of
+every block of rows the largest logit and sum of exponentials; `sum_up` makes the answers of them. Logits themselves are
 written only where somebody asks for them. When no query needs it, both return at once, so that they can follow any rule
 that finds out on the device. Runs under Triton's interpreter, too.
 """
@@ -21,7 +21,8 @@ ROWS = 128  # of the weight that are multiplied together
 FEW = 16  # queries that matrix units multiply as fast as one
 MOST = 64  # queries of a call
 CHOICE = 1024  # rows whose logits are limited together
-PROGRAMS = 3  # on each multiprocessor at a time
+SIZE, STAGES, WARPS = 64, 4, 4  # numbers of a row at a time, how many times ahead they are loaded, warps that multiply
+PROGRAMS = 3, 2  # that a multiprocessor has room for: with few queries, and with more
 
 _ROWS, _FEW, _CHOICE, _NO_ROW = (tl.constexpr(number) for number in (ROWS, FEW, CHOICE, 2**31 - 1))
 
@@ -78,14 +79,16 @@ def answer(
     """
     (n, size), batch = weight.shape, len(x)
     blocks, out = triton.cdiv(n, ROWS), kept.largest if dense is None else dense
-    many = 4 if not x.is_cuda else torch.cuda.get_device_properties(x.device).multi_processor_count * PROGRAMS
+    many = 4
+    if x.is_cuda:
+        many = torch.cuda.get_device_properties(x.device).multi_processor_count * PROGRAMS[batch > FEW]
     narrow, how = weight.dtype.itemsize == 2, options(x)
     multiply_rows[(min(blocks, many),)](
         x, weight, bias, count, states, kept.largest, kept.sums, kept.best, kept.values, limits, whole, out,
         n, size, blocks, batch, scale, x.stride(0), weight.stride(0), below,
         K=k, BIASED=bias is not None, DENSE=dense is not None, LIMITED=limits is not None,
-        QUERIES=max(FEW, triton.next_power_of_2(batch)), SIZE=64 if narrow else 32,
-        num_warps=4, num_stages=4 if narrow else 2, **how,
+        QUERIES=max(FEW, triton.next_power_of_2(batch)), SIZE=SIZE if narrow else SIZE // 2,
+        num_warps=WARPS, num_stages=STAGES if narrow else 2, **how,
     )  # fmt: skip
     sum_up[(batch,)](
         states, kept.largest, kept.sums, kept.best, kept.values, whole, numbers,

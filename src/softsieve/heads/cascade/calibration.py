@@ -438,7 +438,7 @@ def measured_batch(
     a moment.
     """
     if x.is_cuda:
-        return _measured_on_device(ask, exact, x, seconds)
+        return _measured_on_device(ask, exact, x)
     best, known = 0, 0.0
     for batch in BATCHES:
         places = torch.arange(_GROUPS * batch, device=x.device) % len(x)
@@ -455,27 +455,18 @@ def measured_batch(
     return best
 
 
-def _measured_on_device(
-    ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor, seconds: dict[int, float]
-) -> int:
+def _measured_on_device(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
     """The same by the means over many different queries, some of which fall back, of what the device takes."""
     best = 0
     for batch in BATCHES:
-        if not _compared(ask, exact, x, batch, seconds):
+        groups = max(_LEAST_GROUPS, min(_MOST_GROUPS, len(x) // batch))
+        places = torch.arange(groups * batch, device=x.device) % len(x)
+        queries = [x[some] for some in torch.split(places, batch)]
+        # The exact answer takes the same for all queries.
+        if _mean_on_device(ask, queries) > _mean_on_device(exact, queries[:_LEAST_GROUPS]):
             break
         best = batch
     return best
-
-
-def _compared(
-    ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor, batch: int, seconds: dict[int, float]
-) -> bool:
-    groups = max(_LEAST_GROUPS, min(_MOST_GROUPS, len(x) // batch))
-    places = torch.arange(groups * batch, device=x.device) % len(x)
-    queries = [x[some] for some in torch.split(places, batch)]
-    if batch not in seconds:
-        seconds[batch] = _mean_on_device(exact, queries[:_LEAST_GROUPS])  # which takes the same for all
-    return _mean_on_device(ask, queries) <= seconds[batch]
 
 
 def _mean_on_device(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:

@@ -82,7 +82,16 @@ class GpuCascadeCalibration(NamedTuple):
 Fit = CascadeCalibration | GpuCascadeCalibration
 AnyFit = TypeVar("AnyFit", CascadeCalibration, GpuCascadeCalibration)
 
-_NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope", "level", "floor")  # not in files of version 0.1
+_NEWER = (
+    "signal",
+    "toward_low",
+    "toward_high",
+    "most",
+    "flat",
+    "envelope",
+    "level",
+    "floor",
+)  # not in files of version 0.1
 _LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf, "level": -math.inf}  # others are 0 at least
 _WHOLE = ("k", "queries", "first", "second", "batch", "tier", "capacity")
 # Files have the fields of both kinds.
