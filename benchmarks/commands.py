@@ -360,8 +360,9 @@ def _head_on_gpu(
     left = ("head", "method", "auto")
     console.print(table(results, columns, title=title, left=left, ends=lambda r: r.method == suite.OURS))
     console.print(
-        f"product, whole: times faster than {suite.PRODUCT} and {suite.WHOLE} in the mean; bytes: of the weight for each "
-        "one read; exact: share of queries that read everything; auto: what method='auto' takes when called without a graph"
+        f"product, whole: times faster than {suite.PRODUCT} and {suite.WHOLE} in the mean; bytes: of the weight for "
+        "each one read; exact: share of queries that read everything; auto: what method='auto' takes by its own "
+        "measurement"
     )
     settings = {**chosen, "rank": rank, "calibration": calibration, "test_queries": test_queries}
     _write(console, out, "head-gpu", settings, results)
