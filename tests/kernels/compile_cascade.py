@@ -59,10 +59,9 @@ def main() -> None:
         )
         compiled(stages.read_finalists, **few, **rows, DENSE=tier, UPPER=not tier)
         compiled(answers.estimate_log_z, **few)
-        asked = {"K": 8 if tier else 1, "EARLY": True}
-        compiled(
-            exact.multiply_rows, **asked, BIASED=tier, DENSE=tier, LIMITED=tier, QUERIES=64 if tier else 16, SIZE=64
-        )
+        asked = {"K": 8 if tier else 1, "ALL": not tier, "ROWS": 128, "EARLY": True}
+        queries = {"QUERIES": 64 if tier else 16, "SIZE": 64}
+        compiled(exact.multiply_rows, **asked, **queries, BIASED=tier, DENSE=tier, LIMITED=tier)
         compiled(exact.sum_up, **asked, BLOCKS=2048)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
         compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)

@@ -197,7 +197,7 @@ def ask(
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
     how = exact_triton.options(x) | {"num_warps": WARPS}
-    kept = exact_triton.partials(n, batch, k, x.device)
+    kept = exact_triton.partials(index.weight, batch, k)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,

@@ -17,14 +17,26 @@ from torch import Tensor
 
 from softsieve.kernels.cascade_stages_triton import begin
 
-ROWS = 128  # of the weight that are multiplied together
 FEW = 16  # queries that matrix units multiply as fast as one
 MOST = 64  # queries of a call
 CHOICE = 1024  # rows whose logits are limited together
-SIZE, STAGES, WARPS = 64, 4, 4  # numbers of a row at a time, how many times ahead they are loaded, warps that multiply
-PROGRAMS = 3, 2  # that a multiprocessor has room for: with few queries, and with more
 
-_ROWS, _FEW, _CHOICE, _NO_ROW = (tl.constexpr(number) for number in (ROWS, FEW, CHOICE, 2**31 - 1))
+
+class Shape(NamedTuple):
+    """How the product is launched."""
+
+    rows: int  # of the weight that are multiplied together
+    size: int  # numbers of each at a time
+    stages: int  # times ahead that they are loaded
+    warps: int
+    programs: int  # that a multiprocessor has room for
+
+
+SMALL = Shape(128, 64, 4, 4, 3)  # for up to FEW queries
+LARGE = Shape(128, 64, 4, 4, 2)  # for more
+OTHER = Shape(128, 32, 2, 4, 2)  # for weights of float32
+
+_FEW, _CHOICE, _NO_ROW = tl.constexpr(FEW), tl.constexpr(CHOICE), tl.constexpr(2**31 - 1)
 
 
 class Partials(NamedTuple):
@@ -36,9 +48,15 @@ class Partials(NamedTuple):
     values: Tensor  # (batch, n): logits, of queries that are answered exactly; not written if only one row is asked for
 
 
-def partials(n: int, batch: int, k: int, device: torch.device) -> Partials:
+def shape_for(weight: Tensor, batch: int) -> Shape:
+    """The launch that takes least time."""
+    return OTHER if weight.dtype.itemsize > 2 else SMALL if batch <= FEW else LARGE
+
+
+def partials(weight: Tensor, batch: int, k: int) -> Partials:
     """Memory for these, not filled."""
-    shape = (batch, triton.cdiv(n, ROWS))
+    n, device = len(weight), weight.device
+    shape = (batch, triton.cdiv(n, shape_for(weight, batch).rows))
     return Partials(
         torch.empty(shape, device=device),
         torch.empty(shape, device=device),
@@ -54,45 +72,48 @@ def options(x: Tensor) -> dict[str, Any]:
 
 
 def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Answer all queries (batch, d), MOST at most, from all rows; the tensors of `cascade_triton.Found`."""
-    batch = len(x)
-    states = torch.full((batch + 1,), batch, dtype=torch.int32, device=x.device)
-    whole = torch.zeros(batch, k + 5, dtype=torch.int64, device=x.device)
-    numbers = torch.empty(batch, 2 * k + 8, device=x.device)
-    kept = partials(len(weight), batch, k, x.device)
-    answer(x, weight, bias, states, states[batch:], kept, whole, numbers, k=k, scale=scale)
+    """Answer all queries (batch, d), MOST at most, from all rows.
+
+    Returns the tensors of `cascade_triton.Found`, of which the survivors, the finalists, the state and whatever follows
+    the half-width are not written.
+    """
+    whole = torch.empty(len(x), k + 5, dtype=torch.int64, device=x.device)
+    numbers = torch.empty(len(x), 2 * k + 8, device=x.device)
+    answer(x, weight, bias, None, None, partials(weight, len(x), k), whole, numbers, k=k, scale=scale)
     return whole, numbers
 
 
 def answer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, count: Tensor, kept: Partials,
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, count: Tensor | None, kept: Partials,
     whole: Tensor, numbers: Tensor, *, k: int, scale: float, dense: Tensor | None = None,
     limits: Tensor | None = None, below: float = 0.0,
 ) -> None:  # fmt: skip
     """Answer those queries (batch, d) whose state is not 0, of which there are ``count``: both on the device.
 
     Args:
-        whole, numbers: as in `cascade_triton.Found`, where answers go.
+        states, count: None: all queries are answered.
+        whole, numbers: as in `cascade_triton.Found`, where answers go. To the bytes read there are added those that all
+            rows take, unless all queries are answered.
         dense: (batch, n), where all logits of these queries go, if anywhere.
         limits: (batch,): logits of the other queries in ``dense`` are lowered to below it, but for their top k.
         below: how far below, relatively.
     """
-    (n, size), batch = weight.shape, len(x)
-    blocks, out = triton.cdiv(n, ROWS), kept.largest if dense is None else dense
+    (n, size), batch, every = weight.shape, len(x), states is None
+    shape, how = shape_for(weight, batch), options(x)
+    blocks, out = triton.cdiv(n, shape.rows), kept.largest if dense is None else dense
     many = 4
     if x.is_cuda:
-        many = torch.cuda.get_device_properties(x.device).multi_processor_count * PROGRAMS[batch > FEW]
-    narrow, how = weight.dtype.itemsize == 2, options(x)
+        many = torch.cuda.get_device_properties(x.device).multi_processor_count * shape.programs
     multiply_rows[(min(blocks, many),)](
         x, weight, bias, count, states, kept.largest, kept.sums, kept.best, kept.values, limits, whole, out,
         n, size, blocks, batch, scale, x.stride(0), weight.stride(0), below,
-        K=k, BIASED=bias is not None, DENSE=dense is not None, LIMITED=limits is not None,
-        QUERIES=max(FEW, triton.next_power_of_2(batch)), SIZE=SIZE if narrow else SIZE // 2,
-        num_warps=WARPS, num_stages=STAGES if narrow else 2, **how,
+        K=k, ALL=every, BIASED=bias is not None, DENSE=dense is not None, LIMITED=limits is not None,
+        QUERIES=max(FEW, triton.next_power_of_2(batch)), ROWS=shape.rows, SIZE=shape.size,
+        num_warps=shape.warps, num_stages=shape.stages, **how,
     )  # fmt: skip
     sum_up[(batch,)](
-        states, kept.largest, kept.sums, kept.best, kept.values, whole, numbers,
-        n, size, weight.element_size(), blocks, K=k, BLOCKS=triton.next_power_of_2(blocks), num_warps=8, **how,
+        states, kept.largest, kept.sums, kept.best, kept.values, whole, numbers, n, size, weight.element_size(), blocks,
+        K=k, ALL=every, BLOCKS=triton.next_power_of_2(blocks), ROWS=shape.rows, num_warps=8, **how,
     )  # fmt: skip
 
 
@@ -119,21 +140,25 @@ def _dot(rows, own, total):
 def _multiply(
     x, weight, bias, states, largest, sums, best, values, dense,
     n, size, blocks, batch, scale, x_stride, weight_stride,
-    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, LANES: tl.constexpr,
-    SIZE: tl.constexpr,
+    K: tl.constexpr, ALL: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Multiply blocks of rows with up to LANES of the queries, those that need it."""
-    every, lane = tl.arange(0, QUERIES), tl.arange(0, LANES)
-    needs = tl.load(states + every, mask=every < batch, other=0) != 0
-    place = tl.cumsum(needs.to(tl.int32), 0) - 1
-    mine = needs[:, None] & (place[:, None] == lane[None, :])
-    asked = tl.sum(mine.to(tl.int32), 0) > 0
-    query = tl.sum(tl.where(mine, every[:, None], 0), 0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    if ALL:
+        asked, query = lane < batch, lane.to(tl.int64)
+    else:
+        every = tl.arange(0, QUERIES)
+        needs = tl.load(states + every, mask=every < batch, other=0) != 0
+        place = tl.cumsum(needs.to(tl.int32), 0) - 1
+        mine = needs[:, None] & (place[:, None] == lane[None, :])
+        asked = tl.sum(mine.to(tl.int32), 0) > 0
+        query = tl.sum(tl.where(mine, every[:, None], 0), 0).to(tl.int64)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        row = block * _ROWS + tl.arange(0, _ROWS)
+        row = block * ROWS + tl.arange(0, ROWS)
         valid = row < n
         places = weight + row.to(tl.int64) * weight_stride
-        total = tl.zeros((_ROWS, LANES), tl.float32)
+        total = tl.zeros((ROWS, LANES), tl.float32)
         for start in range(0, size, SIZE):
             at = start + tl.arange(0, SIZE)
             inside = at < size
@@ -163,8 +188,8 @@ def _multiply(
 def multiply_rows(
     x, weight, bias, count, states, largest, sums, best, values, limits, whole, dense,
     n, size, blocks, batch, scale, x_stride, weight_stride, below,
-    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, LIMITED: tl.constexpr, QUERIES: tl.constexpr,
-    SIZE: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, ALL: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, LIMITED: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Read all rows once for the queries that need it, and limit the logits of the others. Decides nothing."""
     begin(EARLY)
@@ -173,17 +198,19 @@ def multiply_rows(
             limit = tl.load(limits + b)
             if (limit < float("inf")) & (tl.load(states + b) == 0):
                 _limit_logits(dense + b * n.to(tl.int64), whole + b * (K + 5), limit, n, below, K)
-    needed = tl.load(count)
-    if needed > 0:
-        if needed <= _FEW:
+    needed = batch
+    if not ALL:
+        needed = tl.load(count)
+    if (needed > 0) & (needed <= _FEW):
+        _multiply(
+            x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
+            weight_stride, K, ALL, BIASED, DENSE, QUERIES, _FEW, ROWS, SIZE,
+        )  # fmt: skip
+    if QUERIES > _FEW:
+        if needed > _FEW:
             _multiply(
                 x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
-                weight_stride, K, BIASED, DENSE, QUERIES, _FEW, SIZE,
-            )  # fmt: skip
-        elif QUERIES > _FEW:
-            _multiply(
-                x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
-                weight_stride, K, BIASED, DENSE, QUERIES, QUERIES, SIZE,
+                weight_stride, K, ALL, BIASED, DENSE, QUERIES, QUERIES, ROWS, SIZE,
             )  # fmt: skip
 
 
@@ -207,12 +234,15 @@ def _limit_logits(dense, whole, limit, n, below, K: tl.constexpr):
 def sum_up(
     states, largest, sums, best, values, whole, numbers,
     n, size, item, blocks,
-    K: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Make the answer of a query that all rows were read for: log Z and the top k. One program a query."""
     begin(EARLY)
     b = tl.program_id(0).to(tl.int64)
-    if tl.load(states + b) != 0:
+    needed = 1
+    if not ALL:
+        needed = tl.load(states + b)
+    if needed != 0:
         whole += b * (K + 5)
         numbers += b * (2 * K + 8)
         values += b * n
@@ -229,24 +259,29 @@ def sum_up(
             tl.store(numbers, tl.exp(highest - log_z))
             tl.store(numbers + 1, highest)
         else:
-            _take_largest(values, whole, numbers, tops, log_z, n, K, BLOCKS)
+            _take_largest(values, whole, numbers, tops, log_z, n, K, BLOCKS, ROWS)
         for place in range(3):
             tl.store(numbers + 2 * K + place, log_z)
         tl.store(numbers + 2 * K + 3, 0.0)
         entries = (tl.zeros((), tl.int64) + n) * size
         tl.store(whole + K, entries)
-        tl.store(whole + K + 1, tl.load(whole + K + 1) + entries * item)
+        read = entries * item
+        if not ALL:
+            read += tl.load(whole + K + 1)
+        tl.store(whole + K + 1, read)
 
 
 @triton.jit
-def _take_largest(values, whole, numbers, tops, log_z, n, K: tl.constexpr, BLOCKS: tl.constexpr):
+def _take_largest(
+    values, whole, numbers, tops, log_z, n, K: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     """Write the k largest of all logits, one after the other, of tied ones the first row first."""
-    every, lane = tl.arange(0, BLOCKS), tl.arange(0, _ROWS)
+    every, lane = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
     taken = tl.full((BLOCKS,), -1, tl.int32)  # of tied rows of a block, the last one that was taken
     for place in range(K):
         best = tl.max(tops, 0)
         which = tl.min(tl.where(tops == best, every, BLOCKS - 1), 0)
-        row = which * _ROWS + lane
+        row = which * ROWS + lane
         own = tl.load(values + row, mask=row < n, other=-float("inf"))
         last = tl.max(tl.where(every == which, taken, -1), 0)
         chosen = tl.min(tl.where((own == best) & (row > last), row, n - 1), 0)

@@ -39,8 +39,8 @@ _GROUPS = 5  # of queries that a batch of each size is measured with
 _ROUNDS = 6  # times that each of them is asked, at most
 _PATIENCE = 0.5  # seconds after which there is no other round
 _LEAST_GROUPS, _MOST_GROUPS = 48, 480  # batches of each size that a device is measured with
-_IN_A_ROW = 16  # of them that are measured together,
-_CYCLES = 5_000_000  # of a device, in which the host makes as many calls
+_CACHE = 1 << 27  # bytes that are read before each of them, to empty caches
+_CYCLES = 2_000_000  # of a device, by which the host is ahead of it
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _PREVIEWED = 1 << 23  # rows of all queries together, at most, that previews are chosen with
 _FEW = 64  # queries that previews are chosen with, however many rows there are
@@ -470,20 +470,29 @@ def _measured_on_device(ask: Callable[[Tensor], object], exact: Callable[[Tensor
 
 
 def _mean_on_device(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:
-    """Seconds that a device takes for one of these, in the mean: calls wait behind work until all of some are there."""
-    total = 0.0
-    for x in [queries[0]] * 3:  # compiles, records
-        call(x)
-    for some in (queries[start : start + _IN_A_ROW] for start in range(0, len(queries), _IN_A_ROW)):
+    """Seconds that a device takes for one of these as a CUDA graph, in the mean, with other things in its caches."""
+    static, device = queries[0].clone(), queries[0].device
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(beside):
+        call(static)
+    torch.cuda.current_stream(device).wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call(static)
+    cache = torch.zeros(_CACHE // 4, device=device)
+    pairs = []
+    torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+    for x in queries:
+        static.copy_(x)
+        cache.sum()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
-        for x in some:
-            call(x)
+        graph.replay()
         end.record()
-        end.synchronize()
-        total += begin.elapsed_time(end) / 1e3
-    return total / len(queries)
+        pairs.append((begin, end))
+    torch.cuda.synchronize(device)
+    return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 / len(queries)
 
 
 def _seconds(

@@ -32,9 +32,9 @@ BATCH = 64  # queries that are answered together, at most
 TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
-_FALLBACK = 2  # passes over the weight that a fallback counts as: all queries of its batch wait for the one it takes
+_FALLBACK = 6  # passes over the weight that a fallback counts as: a batch of others waits for the one it takes
 _SHORTLIST = 4  # previews that variants are tried of
-_WIDER = (1.0, 1.25, 1.6)  # margins, of those that the top k need
+_WIDER = (1.25, 1.6)  # margins, of those that the top k of a few queries need; of many they need wider ones
 _FLOORS = (1.0, 0.25, 0.0625)  # shares of the partition function from which on rows are read, of eps / 2
 _PROBES = 64  # lanes for the rows that are always read
 
