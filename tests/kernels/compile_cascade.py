@@ -64,7 +64,7 @@ def main() -> None:
         compiled(exact.multiply_rows, **asked, **queries, BIASED=tier, DENSE=tier, LIMITED=tier)
         compiled(exact.sum_up, **asked, BLOCKS=2048)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
-        compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
+        compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CHOICE=2048, CAPACITY=1024, EARLY=True)
         compiled(
             stages.preview_rows, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16,
             QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,

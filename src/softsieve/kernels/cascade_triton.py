@@ -19,11 +19,13 @@ from softsieve.kernels import cascade_answers_triton as answers
 from softsieve.kernels import cascade_stages_triton as stages
 from softsieve.kernels import exact_triton
 from softsieve.kernels.cascade_answers_triton import DRIFTED, EXPENSIVE
-from softsieve.kernels.cascade_stages_triton import BLOCK, CHOICE, GROUP, SPREADS
+from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
+CHOICE = 1024  # rows of which survivors are chosen together,
+CHOICES = ((16, 4), (4, 2))  # from so many queries on so many times as many: each program reads what the blocks say
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
 MOST_BATCH = 64
@@ -119,6 +121,11 @@ def fields(whole: Tensor, numbers: Tensor) -> Fields:
     )
 
 
+def choice_for(batch: int) -> int:
+    """Rows of which survivors are chosen together for each of so many queries."""
+    return CHOICE * next((times for least, times in CHOICES if batch >= least), 1)
+
+
 def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
     """Allocate what launches leave for each other, float32 unless there is a dtype, and the answers."""
     n, blocks, tiered = len(index.weight), triton.cdiv(len(index.weight), BLOCK), plan.tier >= 0
@@ -138,7 +145,8 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "largest": (batch, blocks),  # of the estimates
         "sums": (batch, blocks),  # of exponentials, over e^largest
         "groups": (batch, blocks, BLOCK // GROUP if plan.k > 1 else 0),  # the largest of each
-        "dropped": (batch, triton.cdiv(n, CHOICE), 3),  # sum of exponentials, its corrected part, largest estimate
+        # Sum of exponentials, its corrected part, the largest estimate.
+        "dropped": (batch, triton.cdiv(n, choice_for(batch)), 3),
         "shifts": (batch,),  # the largest estimate of all
         "values": (batch, plan.capacity),  # estimates or logits of survivors
         "deviations": (batch, plan.capacity if tiered else 0),
@@ -193,11 +201,11 @@ def ask(
     m = _memory(index, plan, batch)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
-    blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE)
+    blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, choice_for(batch))
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
     how = exact_triton.options(x) | {"num_warps": WARPS}
-    kept = exact_triton.partials(index.weight, batch, k)
+    kept = exact_triton.partials(index.weight, batch, k, every=False)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
@@ -218,10 +226,10 @@ def ask(
     stages.select_survivors[(parts, batch)](
         m.estimates, spreads, m.largest, m.sums, m.groups, m.scales, m.unusual, m.counts, m.rows, m.dropped, m.shifts,
         out, n, blocks, plan.step, plan.width, plan.correction, bend, plan.floor,
-        K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1, CAPACITY=capacity,
-        DENSE=filled, UPPER=plan.upper, **how,
+        K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1,
+        CHOICE=choice_for(batch), CAPACITY=capacity, DENSE=filled, UPPER=plan.upper, **how,
     )  # fmt: skip
-    programs = max(64, 4096 // batch)
+    programs = max(64, 1024 // batch)  # those that have nothing to do take time, too
     if tiered:
         stages.refine_survivors[(min(programs, triton.cdiv(capacity, 16)), batch)](
             index.records, index.bias, m.y, m.offset, m.units, m.counts, m.rows, m.values, m.deviations,

@@ -34,6 +34,7 @@ class Shape(NamedTuple):
 
 SMALL = Shape(128, 64, 4, 4, 3)  # for up to FEW queries
 LARGE = Shape(128, 64, 4, 4, 2)  # for more
+SHARED = Shape(128, 64, 2, 4, 3)  # for up to FEW queries that fall back: most often it has nothing to do
 OTHER = Shape(128, 32, 2, 4, 2)  # for weights of float32
 
 _FEW, _CHOICE, _NO_ROW = tl.constexpr(FEW), tl.constexpr(CHOICE), tl.constexpr(2**31 - 1)
@@ -48,15 +49,17 @@ class Partials(NamedTuple):
     values: Tensor  # (batch, n): logits, of queries that are answered exactly; not written if only one row is asked for
 
 
-def shape_for(weight: Tensor, batch: int) -> Shape:
-    """The launch that takes least time."""
-    return OTHER if weight.dtype.itemsize > 2 else SMALL if batch <= FEW else LARGE
+def shape_for(weight: Tensor, batch: int, *, every: bool) -> Shape:
+    """The launch that takes least time, where all queries are answered or those that need it."""
+    if weight.dtype.itemsize > 2:
+        return OTHER
+    return LARGE if batch > FEW else SMALL if every else SHARED
 
 
-def partials(weight: Tensor, batch: int, k: int) -> Partials:
+def partials(weight: Tensor, batch: int, k: int, *, every: bool) -> Partials:
     """Memory for these, not filled."""
     n, device = len(weight), weight.device
-    shape = (batch, triton.cdiv(n, shape_for(weight, batch).rows))
+    shape = (batch, triton.cdiv(n, shape_for(weight, batch, every=every).rows))
     return Partials(
         torch.empty(shape, device=device),
         torch.empty(shape, device=device),
@@ -79,7 +82,8 @@ def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *, k: int, scale: float)
     """
     whole = torch.empty(len(x), k + 5, dtype=torch.int64, device=x.device)
     numbers = torch.empty(len(x), 2 * k + 8, device=x.device)
-    answer(x, weight, bias, None, None, partials(weight, len(x), k), whole, numbers, k=k, scale=scale)
+    kept = partials(weight, len(x), k, every=True)
+    answer(x, weight, bias, None, None, kept, whole, numbers, k=k, scale=scale)
     return whole, numbers
 
 
@@ -99,7 +103,7 @@ def answer(
         below: how far below, relatively.
     """
     (n, size), batch, every = weight.shape, len(x), states is None
-    shape, how = shape_for(weight, batch), options(x)
+    shape, how = shape_for(weight, batch, every=every), options(x)
     blocks, out = triton.cdiv(n, shape.rows), kept.largest if dense is None else dense
     many = 4
     if x.is_cuda:
@@ -201,12 +205,13 @@ def multiply_rows(
     needed = batch
     if not ALL:
         needed = tl.load(count)
-    if (needed > 0) & (needed <= _FEW):
-        _multiply(
-            x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
-            weight_stride, K, ALL, BIASED, DENSE, QUERIES, _FEW, ROWS, SIZE,
-        )  # fmt: skip
-    if QUERIES > _FEW:
+    if (QUERIES <= _FEW) or not ALL:  # noqa: SIM102 (what is known when it is compiled stays apart)
+        if (needed > 0) & (needed <= _FEW):
+            _multiply(
+                x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
+                weight_stride, K, ALL, BIASED, DENSE, QUERIES, _FEW, ROWS, SIZE,
+            )  # fmt: skip
+    if QUERIES > _FEW:  # noqa: SIM102
         if needed > _FEW:
             _multiply(
                 x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
