@@ -24,8 +24,10 @@ from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
-CHOICE = 1024  # rows of which survivors are chosen together,
-CHOICES = ((16, 4), (4, 2))  # from so many queries on so many times as many: each program reads what the blocks say
+PREVIEW_WARPS = 4
+# From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
+CHOICES = ((16, 4096, 4), (4, 2048, 4), (1, 1024, 4))
+CHOICE = CHOICES[-1][1]
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
 MOST_BATCH = 64
@@ -121,9 +123,9 @@ def fields(whole: Tensor, numbers: Tensor) -> Fields:
     )
 
 
-def choice_for(batch: int) -> int:
-    """Rows of which survivors are chosen together for each of so many queries."""
-    return CHOICE * next((times for least, times in CHOICES if batch >= least), 1)
+def choice_for(batch: int) -> tuple[int, int]:
+    """Rows of which survivors are chosen together for each of so many queries, and warps that do it."""
+    return next((rows, warps) for least, rows, warps in CHOICES if batch >= least)
 
 
 def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
@@ -146,7 +148,7 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "sums": (batch, blocks),  # of exponentials, over e^largest
         "groups": (batch, blocks, BLOCK // GROUP if plan.k > 1 else 0),  # the largest of each
         # Sum of exponentials, its corrected part, the largest estimate.
-        "dropped": (batch, triton.cdiv(n, choice_for(batch)), 3),
+        "dropped": (batch, triton.cdiv(n, choice_for(batch)[0]), 3),
         "shifts": (batch,),  # the largest estimate of all
         "values": (batch, plan.capacity),  # estimates or logits of survivors
         "deviations": (batch, plan.capacity if tiered else 0),
@@ -201,7 +203,8 @@ def ask(
     m = _memory(index, plan, batch)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
-    blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, choice_for(batch))
+    (choice, choosing), blocks = choice_for(batch), triton.cdiv(n, BLOCK)
+    parts = triton.cdiv(n, choice)
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
     how = exact_triton.options(x) | {"num_warps": WARPS}
@@ -221,13 +224,13 @@ def ask(
         index.records, spreads, index.bias, m.digits, m.tops, m.offset, m.scales,
         m.estimates, m.largest, m.sums, m.groups, n, blocks, stride, batch, plan.step, plan.correction, bend,
         BASED=based, WIDTH=width, SOME=min(128, max(32, triton.next_power_of_2(width))), LANES=LANES, QUERIES=together,
-        GROUPED=k > 1, **how,
+        GROUPED=k > 1, **how | {"num_warps": PREVIEW_WARPS},
     )  # fmt: skip
     stages.select_survivors[(parts, batch)](
         m.estimates, spreads, m.largest, m.sums, m.groups, m.scales, m.unusual, m.counts, m.rows, m.dropped, m.shifts,
         out, n, blocks, plan.step, plan.width, plan.correction, bend, plan.floor,
         K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1,
-        CHOICE=choice_for(batch), CAPACITY=capacity, DENSE=filled, UPPER=plan.upper, **how,
+        CHOICE=choice, CAPACITY=capacity, DENSE=filled, UPPER=plan.upper, **how | {"num_warps": choosing},
     )  # fmt: skip
     programs = max(64, 1024 // batch)  # those that have nothing to do take time, too
     if tiered:
