@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def head(
 def check(whole: Tensor, numbers: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, scale: float) -> None:
     logits = scale * (x.double() @ weight.double().T) + (0 if bias is None else bias.double())
     best, rows = logits.topk(k)
-    close = {"rtol": 1e-5, "atol": 1e-4}
+    close: Any = {"rtol": 1e-5, "atol": 1e-4}
     assert torch.equal(whole[:, :k], rows)
     torch.testing.assert_close(numbers[:, k : 2 * k].double(), best, **close)
     log_z = logits.logsumexp(-1)

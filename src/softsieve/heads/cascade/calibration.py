@@ -492,7 +492,7 @@ def _mean_on_device(call: Callable[[Tensor], object], queries: Sequence[Tensor])
         end.record()
         pairs.append((begin, end))
     torch.cuda.synchronize(device)
-    return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 / len(queries)
+    return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / len(queries)
 
 
 def _seconds(
