@@ -132,6 +132,50 @@ def test_the_exact_product_when_it_cannot_be_answered(made: SyntheticHead, head:
     assert (found.log_z_interval[found.exact].diff() == 0).all()
 
 
+@pytest.mark.parametrize("k", [1, 8])
+def test_any_number_of_fallbacks_in_one_graph(made: SyntheticHead, head: AdaptiveSoftmax, k: int) -> None:
+    """Nobody, some and all of a batch: each time the same launches, right answers and no waiting."""
+    batch = 24
+    static = made.test[:batch].bfloat16()
+    head.topk(static, k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = head.topk(static, k)
+    usual = (~head.topk(made.test[:400].bfloat16(), k).exact).nonzero()[:batch, 0]
+    for count in (0, 1, 5, 17, batch, 0):
+        x = made.test[usual].bfloat16()
+        x[:count] = 40 * torch.randn(count, 320, device="cuda")
+        static.copy_(x)
+        graph.replay()
+        logits = exact(made, x)
+        assert recorded.exact.tolist() == [True] * count + [False] * (batch - count)
+        torch.testing.assert_close(
+            recorded.logits[:count].double(), logits[:count].topk(k).values, rtol=1e-4, atol=1e-3
+        )
+        torch.testing.assert_close(recorded.log_z[:count].double(), logits[:count].logsumexp(-1), rtol=1e-4, atol=1e-3)
+        same = (recorded.logits.double() - logits.topk(k).values).abs().amax(-1) < 1e-2
+        assert same.double().mean() > 0.9
+
+
+@pytest.mark.parametrize("batch", [1, 8, 33, 64, 65])
+@pytest.mark.parametrize("k", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_exact_head_makes_its_answer_in_one_pass(
+    made: SyntheticHead, batch: int, k: int, dtype: torch.dtype
+) -> None:
+    bias = torch.randn(20000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    x = made.test[:batch].to(dtype)
+    head = AdaptiveSoftmax(made.weight, bias, beta=0.8, method="exact")
+    logits = 0.8 * (exact(made, x) + bias.double())
+    best, log_z = logits.topk(k).values, logits.logsumexp(-1)
+    found = head.topk(x, k) if k else head.log_partition(x)
+    torch.testing.assert_close(found.log_z.double(), log_z, rtol=1e-5, atol=1e-4)
+    if k:
+        torch.testing.assert_close(found.logits.double(), best, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]
+        torch.testing.assert_close(found.probs.double(), (best - log_z[:, None]).exp(), rtol=1e-3, atol=1e-6)  # type: ignore[union-attr]
+    assert found.exact.all()
+
+
 def test_streams_and_threads(made: SyntheticHead, head: AdaptiveSoftmax) -> None:
     truth = [head.topk(made.test[i : i + 2], 1).indices.clone() for i in range(0, 80, 2)]
     wrong: list[int] = []

@@ -11,11 +11,12 @@ from triton.compiler import ASTSource
 
 from softsieve.kernels import cascade_answers_triton as answers
 from softsieve.kernels import cascade_stages_triton as stages
+from softsieve.kernels import exact_triton as exact
 
 POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
-    "*i32": ("counts", "arrivals", "rows", "unusual"),
+    "*i32": ("count", "counts", "arrivals", "rows", "unusual", "states", "best"),
     "*i8": ("records", "probe_records", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
@@ -58,9 +59,12 @@ def main() -> None:
         )
         compiled(stages.read_finalists, **few, **rows, DENSE=tier, UPPER=not tier)
         compiled(answers.estimate_log_z, **few)
-        compiled(answers.answer_exactly, **rows, K=8, DENSE=tier, LIMITED=tier, BLOCKS=256, EARLY=True)
+        asked = {"K": 8 if tier else 1, "ALL": not tier, "ROWS": 128, "EARLY": True}
+        queries = {"QUERIES": 64 if tier else 16, "SIZE": 64}
+        compiled(exact.multiply_rows, **asked, **queries, BIASED=tier, DENSE=tier, LIMITED=tier)
+        compiled(exact.sum_up, **asked, BLOCKS=2048)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
-        compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CAPACITY=1024, EARLY=True)
+        compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CHOICE=2048, CAPACITY=1024, EARLY=True)
         compiled(
             stages.preview_rows, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16,
             QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,

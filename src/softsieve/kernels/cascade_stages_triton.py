@@ -10,11 +10,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 256  # rows that are estimated together
-CHOICE = 1024  # rows of which survivors are chosen together
 GROUP = 64  # rows of which the best estimate is kept, to know the k-th best of all
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
 
-_BLOCK, _CHOICE, _GROUP, _SPREADS = (tl.constexpr(number) for number in (BLOCK, CHOICE, GROUP, SPREADS))
+_BLOCK, _GROUP, _SPREADS = (tl.constexpr(number) for number in (BLOCK, GROUP, SPREADS))
 
 
 @triton.jit
@@ -257,8 +256,8 @@ def select_survivors(
     estimates, spreads, largest, sums, groups, scales, unusual,
     counts, rows, dropped, shifts, dense,
     n, blocks, step, width, correction, bend, floor,
-    K: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, CAPACITY: tl.constexpr,
-    DENSE: tl.constexpr, UPPER: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, CHOICE: tl.constexpr,
+    CAPACITY: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Decide which rows of a part survive the preview, and sum up the exponentials of those that it drops.
 
@@ -284,7 +283,7 @@ def select_survivors(
     threshold -= 1e-6 * tl.abs(shift)
     scale = tl.load(scales + b)
     threshold = tl.where(tl.load(unusual + b) != 0, float("inf"), threshold)
-    row = part * _CHOICE + tl.arange(0, _CHOICE)
+    row = part * CHOICE + tl.arange(0, CHOICE)
     valid = row < n
     values = tl.load(estimates + b.to(tl.int64) * n + row, mask=valid, other=-float("inf"))
     spread = tl.load(spreads + row, mask=valid, other=1).to(tl.float32)

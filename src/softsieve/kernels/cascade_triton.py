@@ -1,14 +1,15 @@
 """The cascade on a GPU, in Triton: queries through preview, one tier of codes and exact rows. Raw tensors only.
 
-Six launches, seven with a tier, whatever the queries are, and none of them waits for the host. They are the steps of
+Seven launches, eight with a tier, whatever the queries are, and none of them waits for the host. They are the steps of
 docs/cascade.md: `measure_errors`, `preview_rows`, `select_survivors`, `refine_survivors`, `read_finalists`,
-`estimate_log_z`, and `answer_exactly` for queries that fall back to all rows. Runs under Triton's interpreter, too.
+`estimate_log_z`, and the two of `exact_triton` for queries that fall back to all rows, which share one pass over them.
+Runs under Triton's interpreter, too.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,16 +17,21 @@ from torch import Tensor
 
 from softsieve.kernels import cascade_answers_triton as answers
 from softsieve.kernels import cascade_stages_triton as stages
+from softsieve.kernels import exact_triton
 from softsieve.kernels.cascade_answers_triton import DRIFTED, EXPENSIVE
-from softsieve.kernels.cascade_stages_triton import BLOCK, CHOICE, GROUP, SPREADS
+from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
+PREVIEW_WARPS = 4
+# From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
+CHOICES = ((16, 4096, 4), (4, 2048, 4), (1, 1024, 4))
+CHOICE = CHOICES[-1][1]
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
 MOST_BATCH = 64
-ARRIVALS = 2 * MOST_BATCH  # counters, of which some are used; each call's begin where memory is aligned
+ARRIVALS = MOST_BATCH  # counters, of which some are used; each call's begin where memory is aligned
 MOST_ROWS = 1 << 21  # one program reads the statistics of so many
 CAPACITY = 8192  # the most survivors of a query
 ANSWERED = 0  # the state of a query that needs no fallback
@@ -117,6 +123,11 @@ def fields(whole: Tensor, numbers: Tensor) -> Fields:
     )
 
 
+def choice_for(batch: int) -> tuple[int, int]:
+    """Rows of which survivors are chosen together for each of so many queries, and warps that do it."""
+    return next((rows, warps) for least, rows, warps in CHOICES if batch >= least)
+
+
 def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
     """Allocate what launches leave for each other, float32 unless there is a dtype, and the answers."""
     n, blocks, tiered = len(index.weight), triton.cdiv(len(index.weight), BLOCK), plan.tier >= 0
@@ -136,29 +147,27 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "largest": (batch, blocks),  # of the estimates
         "sums": (batch, blocks),  # of exponentials, over e^largest
         "groups": (batch, blocks, BLOCK // GROUP if plan.k > 1 else 0),  # the largest of each
-        "dropped": (batch, triton.cdiv(n, CHOICE), 3),  # sum of exponentials, its corrected part, largest estimate
+        # Sum of exponentials, its corrected part, the largest estimate.
+        "dropped": (batch, triton.cdiv(n, choice_for(batch)[0]), 3),
         "shifts": (batch,),  # the largest estimate of all
         "values": (batch, plan.capacity),  # estimates or logits of survivors
         "deviations": (batch, plan.capacity if tiered else 0),
         "refined": (2, batch, plan.capacity if tiered else 0),  # how much of a value was corrected, and the value
         "counts": (batch + 1,),  # survivors, and queries that fall back
         "rows": (batch, plan.capacity),  # survivors
+        "states": (batch,),  # why queries fall back, 0 for those that do not
         "whole": (batch, plan.k + 5),  # of `Found`
         "numbers": (batch, 2 * plan.k + 8),  # of `Found`
     }
-    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(("unusual", "counts", "rows"), torch.int32)
+    dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(
+        ("unusual", "counts", "rows", "states"), torch.int32
+    )
     return SimpleNamespace(
         **{
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=index.weight.device)
             for name, shape in shapes.items()
         }
     )
-
-
-def _options(x: Tensor) -> dict[str, Any]:
-    """How kernels are launched: from Hopper on before the one before is done, for which they wait themselves."""
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"num_warps": WARPS, "EARLY": early} | ({"launch_pdl": early} if x.is_cuda else {})
 
 
 def _count_read(index: Index, plan: Plan) -> tuple[int, int]:
@@ -194,10 +203,12 @@ def ask(
     m = _memory(index, plan, batch)
     wide = min(4096, triton.next_power_of_2(size))
     rows = max(1, 4096 // wide)
-    blocks, parts = triton.cdiv(n, BLOCK), triton.cdiv(n, CHOICE)
+    (choice, choosing), blocks = choice_for(batch), triton.cdiv(n, BLOCK)
+    parts = triton.cdiv(n, choice)
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
-    how = _options(x)
+    how = exact_triton.options(x) | {"num_warps": WARPS}
+    kept = exact_triton.partials(index.weight, batch, k, every=False)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
@@ -213,15 +224,15 @@ def ask(
         index.records, spreads, index.bias, m.digits, m.tops, m.offset, m.scales,
         m.estimates, m.largest, m.sums, m.groups, n, blocks, stride, batch, plan.step, plan.correction, bend,
         BASED=based, WIDTH=width, SOME=min(128, max(32, triton.next_power_of_2(width))), LANES=LANES, QUERIES=together,
-        GROUPED=k > 1, **how,
+        GROUPED=k > 1, **how | {"num_warps": PREVIEW_WARPS},
     )  # fmt: skip
     stages.select_survivors[(parts, batch)](
         m.estimates, spreads, m.largest, m.sums, m.groups, m.scales, m.unusual, m.counts, m.rows, m.dropped, m.shifts,
         out, n, blocks, plan.step, plan.width, plan.correction, bend, plan.floor,
-        K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1, CAPACITY=capacity,
-        DENSE=filled, UPPER=plan.upper, **how,
+        K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1,
+        CHOICE=choice, CAPACITY=capacity, DENSE=filled, UPPER=plan.upper, **how | {"num_warps": choosing},
     )  # fmt: skip
-    programs = max(64, 4096 // batch)
+    programs = max(64, 1024 // batch)  # those that have nothing to do take time, too
     if tiered:
         stages.refine_survivors[(min(programs, triton.cdiv(capacity, 16)), batch)](
             index.records, index.bias, m.y, m.offset, m.units, m.counts, m.rows, m.values, m.deviations,
@@ -235,15 +246,14 @@ def ask(
     )  # fmt: skip
     answers.estimate_log_z[(batch,)](
         m.counts, m.rows, m.refined[1] if tiered else m.values, m.refined, m.dropped, m.shifts,
-        m.scales, m.signals, m.towards, m.unusual, m.limits, m.whole, m.numbers, totals,
+        m.scales, m.signals, m.towards, m.unusual, m.limits, m.states, m.whole, m.numbers, totals,
         size, item, parts, *_count_read(index, plan), plan.tier_length + 1 if tiered else 0,
         plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
         K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, **how,
     )  # fmt: skip
-    answers.answer_exactly[(min(264, triton.cdiv(n, 4 * rows)),)](
-        x, index.weight, index.bias, m.counts, arrivals[MOST_BATCH:], m.estimates, m.largest, m.limits,
-        m.whole, m.numbers, out, n, size, item, blocks, batch, scale, *strides, torch.finfo(out.dtype).eps,
-        K=k, BIASED=biased, DENSE=filled, LIMITED=filled and k > 0 and not plan.upper,
-        BLOCKS=block_width, ROWS=4 * rows, SIZE=wide, **how | {"num_warps": 2 * WARPS},
+    exact_triton.answer(
+        x, index.weight, index.bias, m.states, m.counts[batch:], kept, m.whole, m.numbers,
+        k=k, scale=scale, dense=dense, limits=m.limits if filled and k > 0 and not plan.upper else None,
+        below=torch.finfo(out.dtype).eps,
     )  # fmt: skip
     return Found(m.whole, m.numbers)

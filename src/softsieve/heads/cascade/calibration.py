@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softsieve._progress import ProgressCallback, no_progress
-from softsieve.heads.cascade.fit import AnyFit, Fit, half_width
+from softsieve.heads.cascade.fit import AnyFit, Fallback, Fit, half_width
 from softsieve.heads.reader import Reader
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _GROUPS = 5  # of queries that a batch of each size is measured with
 _ROUNDS = 6  # times that each of them is asked, at most
 _PATIENCE = 0.5  # seconds after which there is no other round
+_LEAST_GROUPS, _MOST_GROUPS = 48, 480  # batches of each size that a device is measured with
+_CACHE = 1 << 27  # bytes that are read before each of them, to empty caches
+_CYCLES = 2_000_000  # of a device, by which the host is ahead of it
 _AT_ONCE = 1 << 24  # logits that are there at a time
 _PREVIEWED = 1 << 23  # rows of all queries together, at most, that previews are chosen with
 _FEW = 64  # queries that previews are chosen with, however many rows there are
@@ -231,12 +234,16 @@ class _Sample(NamedTuple):
         return _Sample(self.engine, self.queries[rows], self.exact.some(rows))
 
     def ask(self, fits: Sequence[Any]) -> list[tuple[Trial, Tensor, float]]:
-        """For each fit a trial, which answers are right, and the mean share of the weight's bytes that they read."""
-        whole, asked = self.engine.layer.bytes, []
+        """For each fit a trial, which answers are right, and what they cost, as a share of the whole weight."""
+        asked = []
         for fit, trial in zip(fits, self.engine.trials(self.queries, fits), strict=True):
-            read = trial.bytes_read.double() + (trial.fallback != 0) * whole
-            asked.append((trial, right(trial, self.exact, fit), float(read.mean()) / whole))
+            asked.append((trial, right(trial, self.exact, fit), self.engine.cost(fit, trial)))
         return asked
+
+    def read(self, trial: Trial) -> float:
+        """The mean share of the weight's bytes that were read."""
+        whole = self.engine.layer.bytes
+        return float((trial.bytes_read.double() + (trial.fallback != 0) * whole).mean()) / whole
 
 
 def calibrate(
@@ -277,11 +284,16 @@ def _shape(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> AnyFit
     """Choose everything but the width, which is a first guess."""
     # Where every query takes long, some of those that only choose will do.
     few = sample.some(slice(max(_FEW, _PREVIEWED // len(sample.engine.layer.weight))))
-    best: AnyFit = sample.engine.choose(start, _narrowest(few, start, progress))
+    previews: list[AnyFit] = sample.engine.choose(start, _narrowest(few, start, progress))
     if isinstance(sample.exact, Above):  # no exponentials are asked for
         progress("choosing a preview", 0.1)
-        return best
-    return _correct(sample, few, sample.exact, best, progress)
+        return previews[0]
+    variants: list[AnyFit] = []
+    for preview in previews:
+        variants += sample.engine.variants(_correct(few, few.exact, preview))
+    shapes = [_doubt(sample, sample.exact, variant) for variant in variants]
+    progress("correcting exponentials", 0.1)
+    return min(shapes, key=lambda shape: shape[1])[0]
 
 
 def _narrowest(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> list[tuple[AnyFit, Trial]]:
@@ -305,40 +317,47 @@ def _narrowest(sample: _Sample, start: AnyFit, progress: ProgressCallback) -> li
     return [(fit._replace(width=widths[low[number]]), known[number, low[number]]) for number, fit in enumerate(fits)]
 
 
-def _correct(sample: _Sample, few: _Sample, exact: Truth, start: AnyFit, progress: ProgressCallback) -> AnyFit:
-    """Choose the correction of exponentials by a few queries, and say by all how far corrected sums are off."""
+def _correct(few: _Sample, exact: Any, start: AnyFit) -> AnyFit:
+    """Choose the correction of exponentials by a few queries."""
     fits = [start._replace(correction=correction, doubt=1.0) for correction in CORRECTIONS]
     squares = []
     for trial in few.engine.trials(few.queries, fits, half_width=1e30):
-        error = (exact.some(slice(len(few.queries))).log_z.double() - trial.log_z)[trial.fallback == 0]
+        error = (exact.log_z.double() - trial.log_z)[trial.fallback == 0]
         # Errors of rows that are lost are no matter of the correction.
         squares.append(float(error.clamp(-1, 1).square().mean()) if len(error) else math.inf)
-    fit = fits[squares.index(min(squares))]
-    (trial,) = sample.engine.trials(sample.queries, [fit], half_width=1e30)
+    return fits[squares.index(min(squares))]
+
+
+def _doubt(sample: _Sample, exact: Truth, fit: AnyFit) -> tuple[AnyFit, float]:
+    """Say by all how far corrected sums are off, and what answers cost that fall back where that is too far."""
+    (trial,) = sample.engine.trials(sample.queries, [fit._replace(doubt=1.0)], half_width=1e30)
     answered = trial.fallback == 0
     error = (exact.log_z.double() - trial.log_z)[answered]
     # Errors that are nothing but rounding do not count.
     ratio = (error.abs() - exact.rounding[answered]).clamp_min(0) / trial.half[answered].clamp_min(1e-12)
-    progress("correcting exponentials", 0.1)
     usual = max(float(ratio.quantile(0.9)), 1e-3) if len(ratio) else 1.0
-    return fit._replace(doubt=usual, interval=2 * float(ratio.max()) / usual if len(ratio) else math.inf)
+    wide = answered & (usual * trial.half > math.log1p(fit.eps))
+    trial = trial._replace(fallback=torch.where(wide, int(Fallback.EXPENSIVE), trial.fallback))
+    fit = fit._replace(doubt=usual, interval=2 * float(ratio.max()) / usual if len(ratio) else math.inf)
+    return sample.engine.roomy(fit, trial), sample.engine.cost(fit, trial)
 
 
 def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallback) -> tuple[AnyFit, Trial | None]:
     """The width, with the trial of it; infinite, without one, if none will do."""
-    best, answers = shape._replace(width=math.inf, read=1.0, right=1.0), None
+    best, answers, least = shape._replace(width=math.inf, read=1.0, right=1.0), None, math.inf
     widths, count = _tried_widths(shape), len(sample.queries)
     wrong = torch.zeros(count, dtype=torch.bool, device=sample.queries.device)  # with this width or a wider one
     for start in range(0, len(widths), TOGETHER):
         fits = [shape._replace(width=width) for width in widths[start : start + TOGETHER]]
-        for fit, (trial, fine, read) in zip(fits, sample.ask(fits), strict=True):
+        for fit, (trial, fine, cost) in zip(fits, sample.ask(fits), strict=True):
             wrong |= ~fine
             many = int(wrong.sum())
             if many > errors:
                 progress("deciding on the width", 0.4 * (len(widths) - start) / len(widths))
                 return best, answers
-            if read <= best.read:
-                best, answers = fit._replace(read=read, right=1 - many / count), trial
+            read = sample.read(trial)
+            if cost <= least and read <= 1:
+                best, answers, least = fit._replace(read=read, right=1 - many / count), trial, cost
         progress("deciding on the width", 0.4 * len(fits) / len(widths))
     return best, answers
 
@@ -418,6 +437,8 @@ def measured_batch(
     both take turns. What was measured goes to ``seconds``, by the size of a batch: for another k it is the same but for
     a moment.
     """
+    if x.is_cuda:
+        return _measured_on_device(ask, exact, x)
     best, known = 0, 0.0
     for batch in BATCHES:
         places = torch.arange(_GROUPS * batch, device=x.device) % len(x)
@@ -432,6 +453,46 @@ def measured_batch(
             break
         best = batch
     return best
+
+
+def _measured_on_device(ask: Callable[[Tensor], object], exact: Callable[[Tensor], object], x: Tensor) -> int:
+    """The same by the means over many different queries, some of which fall back, of what the device takes."""
+    best = 0
+    for batch in BATCHES:
+        groups = max(_LEAST_GROUPS, min(_MOST_GROUPS, len(x) // batch))
+        places = torch.arange(groups * batch, device=x.device) % len(x)
+        queries = [x[some] for some in torch.split(places, batch)]
+        # The exact answer takes the same for all queries.
+        if _mean_on_device(ask, queries) > _mean_on_device(exact, queries[:_LEAST_GROUPS]):
+            break
+        best = batch
+    return best
+
+
+def _mean_on_device(call: Callable[[Tensor], object], queries: Sequence[Tensor]) -> float:
+    """Seconds that a device takes for one of these as a CUDA graph, in the mean, with other things in its caches."""
+    static, device = queries[0].clone(), queries[0].device
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(beside):
+        call(static)
+    torch.cuda.current_stream(device).wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call(static)
+    cache = torch.zeros(_CACHE // 4, device=device)
+    pairs = []
+    torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+    for x in queries:
+        static.copy_(x)
+        cache.sum()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize(device)
+    return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / len(queries)
 
 
 def _seconds(

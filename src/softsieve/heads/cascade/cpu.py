@@ -361,7 +361,9 @@ class CpuCascade(Cascade):
             k, *promise, queries, 1.0, 1.0, 0, 0, 0.0, math.inf, 0.5, 0.0, math.inf, 0.0, math.inf, 0
         )
 
-    def choose(self, start: CascadeCalibration, trials: list[tuple[CascadeCalibration, Trial]]) -> CascadeCalibration:
+    def choose(
+        self, start: CascadeCalibration, trials: list[tuple[CascadeCalibration, Trial]]
+    ) -> list[CascadeCalibration]:
         """The cost of a trial is bytes of a preview that could be read in the time that each answer takes."""
         previews, rows = [], len(self.layer.weight)
         for fit, trial in trials:
@@ -369,7 +371,7 @@ class CpuCascade(Cascade):
             others = _BYTE * (trial.bytes_read.double() - rows * self.lengths[fit.first])
             cost = rows * self.lengths[fit.first] + others + _ROW * trial.survivors.double() + fallbacks
             previews.append((fit.width, trial.survivors, cost))
-        return cheapest(start, previews, again=float(_PREVIEW * rows))
+        return [cheapest(start, previews, again=float(_PREVIEW * rows))]
 
 
 def cheapest(

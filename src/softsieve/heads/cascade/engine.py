@@ -72,8 +72,21 @@ class Cascade(Engine):
         """A calibration by which everything is read."""
 
     @abstractmethod
-    def choose(self, start: Any, trials: list[tuple[Any, Trial]]) -> Any:
-        """The calibration that takes least time, from a trial of each of the settings."""
+    def choose(self, start: Any, trials: list[tuple[Any, Trial]]) -> list[Any]:
+        """The calibrations that may take least time, the best first, from a trial of each of the settings."""
+
+    def variants(self, fit: Any) -> list[Any]:
+        """What else is tried of a chosen calibration when it is known how far corrected sums are off."""
+        return [fit]
+
+    def roomy(self, fit: Any, trial: Trial) -> Any:
+        """The same with room for as many survivors as queries like these have."""
+        return fit
+
+    def cost(self, fit: Any, trial: Trial) -> float:
+        """What answers take in the mean, as a share of what the whole weight takes: here the bytes that they read."""
+        whole = self.layer.bytes
+        return float((trial.bytes_read.double() + (trial.fallback != 0) * whole).mean()) / whole
 
     @abstractmethod
     def ends(self, queries: Tensor, fit: Any) -> Ends:

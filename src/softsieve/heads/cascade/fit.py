@@ -76,12 +76,22 @@ class GpuCascadeCalibration(NamedTuple):
     flat: float = math.inf
     envelope: float = math.inf
     level: float = -math.inf
+    floor: float = 1.0  # share of the partition function from which on rows are read in full, of eps / 2
 
 
 Fit = CascadeCalibration | GpuCascadeCalibration
 AnyFit = TypeVar("AnyFit", CascadeCalibration, GpuCascadeCalibration)
 
-_NEWER = ("signal", "toward_low", "toward_high", "most", "flat", "envelope", "level")  # not in files of version 0.1
+_NEWER = (
+    "signal",
+    "toward_low",
+    "toward_high",
+    "most",
+    "flat",
+    "envelope",
+    "level",
+    "floor",
+)  # not in files of version 0.1
 _LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf, "level": -math.inf}  # others are 0 at least
 _WHOLE = ("k", "queries", "first", "second", "batch", "tier", "capacity")
 # Files have the fields of both kinds.
@@ -94,6 +104,8 @@ def to_file(fit: Fit) -> dict[str, Any]:
     fields = fit._asdict()
     if math.isinf(fit.level):
         del fields["level"]
+    if fields.get("floor") == 1:  # earlier versions know no other
+        del fields["floor"]
     return fields | (_OF_CPU if "limit" in fields else _OF_GPU | {"second": fields["first"]})
 
 
@@ -103,7 +115,7 @@ def from_file(fields: dict[str, Any], *, k: int, rows: int, previews: int, tiers
     Raises:
         TypeError, ValueError: when it does not belong to a head with so many rows, previews and tiers.
     """
-    names = {*CascadeCalibration._fields, *_OF_CPU}
+    names = {*CascadeCalibration._fields, *_OF_CPU} | ({"floor"} if fields.get("capacity") else set())
     if not names - set(_NEWER) <= set(fields) <= names:
         raise ValueError(f"calibrations.{k}: expected {sorted(names)}, found {sorted(fields)}")
     for name, value in fields.items():
@@ -114,6 +126,7 @@ def from_file(fields: dict[str, Any], *, k: int, rows: int, previews: int, tiers
     capacity = fields["capacity"]
     count = tiers if capacity else previews
     fits = fields["first"] <= fields["second"] < count and fields["tier"] < tiers and capacity & (capacity - 1) == 0
+    fits = fits and fields.get("floor", 1.0) > 0
     if fields["k"] != k or k > rows or not fits or capacity > CAPACITY or (capacity and k > MOST_K):
         raise ValueError(f"calibrations.{k}: made for another head")
     kind, others = (GpuCascadeCalibration, _OF_GPU) if capacity else (CascadeCalibration, _OF_CPU)

@@ -32,7 +32,10 @@ BATCH = 64  # queries that are answered together, at most
 TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
-_FALLBACK = 4  # times as long as its bytes take, a fallback takes
+_FALLBACK = 6  # passes over the weight that a fallback counts as: a batch of others waits for the one it takes
+_SHORTLIST = 4  # previews that variants are tried of
+_WIDER = (1.25, 1.6)  # margins, of those that the top k of a few queries need; of many they need wider ones
+_FLOORS = (1.0, 0.25, 0.0625)  # shares of the partition function from which on rows are read, of eps / 2
 _PROBES = 64  # lanes for the rows that are always read
 
 
@@ -82,7 +85,7 @@ class GpuCascade(Cascade):
         )
         self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
         # Graphs have only addresses, so there are counters that were made before the first one is recorded.
-        self._counters = torch.zeros(64, 2 * BATCH, dtype=torch.int32, device=weight.device)
+        self._counters = torch.zeros(64, BATCH, dtype=torch.int32, device=weight.device)
         self._unused: list[Tensor] = list(self._counters)
         self._graphs: dict[tuple[Any, ...], Graphed] = {}
         self._lock = threading.Lock()
@@ -169,7 +172,7 @@ class GpuCascade(Cascade):
         return self._unused.pop() if self._unused else self._zeros()
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(2 * BATCH, dtype=torch.int32, device=self.layer.weight.device)
+        return torch.zeros(BATCH, dtype=torch.int32, device=self.layer.weight.device)
 
     def counts(self) -> tuple[int, int]:
         """Queries so far, and those of them that fell back. Waits for the GPU."""
@@ -215,15 +218,24 @@ class GpuCascade(Cascade):
 
     def choose(
         self, start: GpuCascadeCalibration, trials: list[tuple[GpuCascadeCalibration, Trial]]
-    ) -> GpuCascadeCalibration:
-        best, trial = min(trials, key=lambda one: self._cost(*one))
-        room = max(2 * int(trial.survivors.max()), ROOM)  # for twice as many survivors as there were
-        return best._replace(capacity=min(1 << (room - 1).bit_length(), self._kernels.CAPACITY))
+    ) -> list[GpuCascadeCalibration]:
+        """A few: how many fall back is not known before it is known how far corrected sums are off."""
+        return [fit for fit, _ in sorted(trials, key=lambda one: self.cost(*one))[:_SHORTLIST]]
 
-    def _cost(self, fit: GpuCascadeCalibration, trial: Trial) -> float:
-        """Bytes that could be read in order in the time that an answer takes, in the mean."""
+    def variants(self, fit: GpuCascadeCalibration) -> list[GpuCascadeCalibration]:
+        """Wider margins and lower floors: some more rows read in full take less than a query that falls back."""
+        return [fit._replace(width=fit.width * width, floor=floor) for width in _WIDER for floor in _FLOORS]
+
+    def roomy(self, fit: GpuCascadeCalibration, trial: Trial) -> GpuCascadeCalibration:
+        """For twice as many survivors as there were."""
+        room = max(2 * int(trial.survivors.max()), ROOM)
+        return fit._replace(capacity=min(1 << (room - 1).bit_length(), self._kernels.CAPACITY))
+
+    def cost(self, fit: GpuCascadeCalibration, trial: Trial) -> float:
+        """In bytes that could be read in order in the time that an answer takes, as a share of those of the weight."""
         cost = trial.bytes_read.double() + _FALLBACK * self.layer.bytes * (trial.fallback != 0)
-        return float((cost + _AROUND * trial.survivors + _LAUNCH if fit.tier >= 0 else cost).mean())
+        cost += _AROUND * trial.survivors + (_LAUNCH if fit.tier >= 0 else 0.0)
+        return float(cost.mean()) / self.layer.bytes
 
     def plan(self, fit: GpuCascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
         """What the kernels are told; the half-width of log Z to reach is what eps says unless it is an argument."""
@@ -239,7 +251,7 @@ class GpuCascade(Cascade):
             tier_step=self._steps[fit.tier] if tiered else 0.0,
             width=fit.width,
             correction=fit.correction,
-            floor=math.log(fit.eps / 2),
+            floor=math.log(fit.floor * fit.eps / 2),
             doubt=fit.doubt,
             tolerance=math.log1p(fit.eps) if half_width is None else half_width,
             low=fit.low,
