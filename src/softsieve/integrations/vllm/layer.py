@@ -105,12 +105,12 @@ class Adaptive:
         return logits
 
     def exactly(self, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """What the exact head computes; timed, if it is because it is faster."""
+        """What the exact head computes; timed, if it is because it is faster, with what the sampler would do next."""
         pace, k = None if self.serving is None else self.serving.pace, self._slower
         if pace is None or not k:
             return compute(hidden)
         start = time.perf_counter()
-        logits = compute(hidden)
+        logits = compute(hidden).float()
         pace.computed(k, len(hidden), time.perf_counter() - start)
         return logits
 
