@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -636,7 +637,7 @@ def vllm(
     """Tokens a second in vLLM with the adaptive and with the exact head, and how their answers compare."""
     from benchmarks import vllm_engine as suite
 
-    console = Console(soft_wrap=True, highlight=False)
+    console, load = Console(soft_wrap=True, highlight=False), os.getloadavg()[0]
     with one_line():
         prompts = _prompts(model, index, text, max(*batch, texts), prompt_tokens)
         now = time.process_time if cpu_time else time.perf_counter
@@ -666,6 +667,7 @@ def vllm(
         "eager": eager,
         "clock": "CPU time of the process" if cpu_time else "wall-clock",
         "threads": torch.get_num_threads(),
+        "load_before": load,  # processes that were at work, over a minute: on an idle machine about 0
         "crossover": {str(k): most for k, most in engine.serving.batches.items()},
         "quality": judged._asdict(),
     }

@@ -124,11 +124,15 @@ class Engine:
         finally:
             self.layer.adaptive.serving = self.serving
 
-    def logits(self, state: Tensor, k: int, *, exactly: bool) -> Tensor:
-        """Those of one state (1, d) for a request that needs the k largest, of the adaptive head at any crossover."""
+    def logits(self, state: Tensor, k: int, *, exactly: bool, shown: bool = False) -> Tensor:
+        """Those of one state (1, d) for a request that needs the k largest, of the adaptive head at any crossover.
+
+        Args:
+            shown: whether it asks for log-probabilities.
+        """
         before = list(_tracked)
         batch = Batch()
-        batch.update([], [(0, Entry(Need(k), [1], 0))], [])
+        batch.update([], [(0, Entry(Need(k, shown=shown), [1], 0))], [])
         _tracked[:] = [batch]
         try:
             if not exactly:
@@ -207,7 +211,7 @@ def quality(engine: Engine, prompts: Sequence[Sequence[int]], *, tokens: int) ->
         same += token == int(right.argmax())
         equal += bool(right[token] == right.max())
         exact = right.log_softmax(-1)
-        best = engine.logits(state, SHOWN, exactly=False)[0].log_softmax(-1).topk(SHOWN)
+        best = engine.logits(state, SHOWN, exactly=False, shown=True)[0].log_softmax(-1).topk(SHOWN)
         error = float((best.values - exact[best.indices]).abs().max())
         within += error <= promised
         errors.append(error)

@@ -354,6 +354,26 @@ def _both_logits(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return exact[0].float(), own[0]
 
 
+def test_the_largest_tokens_of_drafts_are_those_of_the_exact_head(engine: Engine) -> None:
+    """`get_top_tokens`, which vLLM's drafts ask for with ``use_local_argmax_reduction``."""
+    own, right, answers = engine.llm.apply_model(_both_top_tokens)[0]
+    assert answers >= 0.9 * len(own)
+    assert (own == right).float().mean() >= 0.95
+
+
+def _both_top_tokens(network: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tokens of the adaptive and of the exact head for states of the index, and how many the first answered."""
+    from softsieve.integrations.vllm.index_folder import read_states
+
+    layer, head = network.logits_processor, network.lm_head
+    states = read_states(layer.adaptive.site.place)[0][-64:]
+    answers = layer.adaptive.counters.values()[0]
+    own = torch.cat([layer.get_top_tokens(head, some) for some in torch.split(states, 4)])
+    answers = layer.adaptive.counters.values()[0] - answers
+    base: Any = type(layer).__mro__[1]
+    return own, base.get_top_tokens(layer, head, states), answers
+
+
 def test_beams_are_those_of_the_exact_head(engine: Engine) -> None:
     from vllm.sampling_params import BeamSearchParams
 

@@ -35,10 +35,10 @@ def params(**options: Any) -> Any:
     ("options", "need"),
     [
         ({}, Need(1)),
-        ({"logprobs": 0}, Need(1)),
-        ({"logprobs": 20}, Need(20)),
+        ({"logprobs": 0}, Need(1, shown=True)),
+        ({"logprobs": 20}, Need(20, shown=True)),
         ({"temperature": 0.7, "top_k": 40}, Need(40)),
-        ({"temperature": 0.7, "top_k": 5, "logprobs": 20, "top_p": 0.9, "min_p": 0.1, "seed": 3}, Need(20)),
+        ({"temperature": 0.7, "top_k": 5, "logprobs": 20, "top_p": 0.9, "min_p": 0.1, "seed": 3}, Need(20, shown=True)),
         ({"temperature": 0.7}, Need(0, Reason.SAMPLED)),
         ({"temperature": 0.7, "top_k": -1, "top_p": 0.9}, Need(0, Reason.SAMPLED)),
         ({"temperature": 0.7, "min_p": 0.2}, Need(0, Reason.SAMPLED)),
@@ -67,6 +67,8 @@ def test_a_prompt_and_masked_stop_tokens_are_exact() -> None:
     assert batch.need() == Need(0, Reason.EDITED)
     written.append(8)
     assert batch.need() == Need(1)
+    batch.update([], [(1, Entry(Need(2, shown=True), [1], 0))], [])
+    assert batch.need() == Need(2, shown=True)
     batch.update([], [(1, Entry(Need(0, Reason.SAMPLED), [1], 0))], [])
     assert batch.need() == Need(0, Reason.SAMPLED)
 
@@ -116,7 +118,7 @@ def test_a_runner_that_tells_of_no_step_asks_for_what_any_of_its_requests_may_ne
     for slot, asked in enumerate((params(), params(logprobs=5))):
         assert follower.add_request(slot, asked) is False
     assert slots.has(3)  # a request under speculative decoding has several rows
-    assert slots.need() == Need(5)
+    assert slots.need() == Need(5, shown=True)
     follower.add_request(1, params(temperature=1.0))
     assert slots.need() == Need(0, Reason.SAMPLED)
     follower.add_request(1, params(min_tokens=3))

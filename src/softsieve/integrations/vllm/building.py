@@ -27,6 +27,7 @@ from softsieve.tasks.files import read_text
 
 KS = (4, 20, 64)  # for greedy tokens and their ties in 16 bits, for log-probabilities, for draws with top_k
 EPS, DELTA = 0.1, 0.01
+TOKENS = 0.9  # eps of the least k, where there are others: it serves tokens whose probabilities nobody asks for
 TEST = 8  # of so many states one is not calibrated with, but measured
 
 Say = Callable[[str], object]
@@ -69,7 +70,7 @@ def build_index(
         model: name or folder of a causal language model of Hugging Face.
         text: a UTF-8 file like what will be served, may be .gz or .xz.
         out: a folder; None: ``softsieve`` in the folder of the model, where an engine looks for it.
-        ks: so many of the largest logits will be asked for.
+        ks: so many of the largest logits will be asked for. The least of several serves tokens without probabilities.
         eps, delta: relative error of a probability, and chance of a wrong answer.
         ranks: processes that the rows will be spread over, as ``--tensor-parallel-size`` says.
         count: hidden states.
@@ -194,38 +195,55 @@ def _shards(
         part = shard_rows(rows, rank, ranks)
         weight = head.weight[part].to(device)
         bias = None if head.bias is None else head.bias[part].to(device)
-        own_ks = sorted({min(k, len(weight)) for k in ks})
+        errors = {min(k, len(weight)): error for k, error in _errors(ks, eps).items()}
         path = shard_file(out, rank, ranks)
-        shard = _kept(path, weight, bias, own_ks, eps, delta / ranks, head.beta)
+        shard = _kept(path, weight, bias, errors, eps, delta / ranks, head.beta)
         if shard is None:
             shard = AdaptiveSoftmax(
                 weight, bias, eps=eps, delta=delta / ranks, beta=head.beta, method="cascade", seed=seed
             )  # which batches to answer is the engine's to say
-            shard.calibrate(
-                states[:-test],
-                own_ks,
-                generator=torch.Generator().manual_seed(seed),
-                progress=lambda what, share: progress(what, 0.5 * share / ranks),
-            )
+            for error in sorted(set(errors.values())):
+                shard.eps, own_ks = error, [k for k in errors if errors[k] == error]
+                part_of_all = 0.5 * len(own_ks) / len(errors) / ranks
+                shard.calibrate(
+                    states[:-test],
+                    own_ks,
+                    generator=torch.Generator().manual_seed(seed),
+                    progress=lambda what, share, part=part_of_all: progress(what, part * share),  # type: ignore[misc]
+                )
+            shard.eps = eps
             shard.save(path, weight=False)
         else:
             say(f"rank {rank}: from before")
         fingerprints.append(index_folder.fingerprint(weight, bias))
         for k in ks:
-            coverage[k].append(shard.coverage(states[-test:], min(k, len(weight))))
+            own_k = min(k, len(weight))
+            shard.eps = errors[own_k]
+            coverage[k].append(shard.coverage(states[-test:], own_k))
     dtype = str(head.weight.dtype).removeprefix("torch.")
     description = Description(rows, head.weight.shape[1], dtype, head.beta, eps, delta, ks, fingerprints)
     index_folder.write_description(out, description)
     return Built(out, description, first, coverage)
 
 
+def _errors(ks: list[int], eps: float) -> dict[int, float]:
+    """What is promised of probabilities, by k.
+
+    Example:
+        >>> _errors([4, 20], 0.1), _errors([20], 0.1)
+        ({4: 0.9, 20: 0.1}, {20: 0.1})
+    """
+    return {k: max(eps, TOKENS) if k == ks[0] < ks[-1] else eps for k in ks}
+
+
 def _kept(
-    path: Path, weight: Tensor, bias: Tensor | None, ks: list[int], eps: float, delta: float, beta: float
+    path: Path, weight: Tensor, bias: Tensor | None, errors: dict[int, float], eps: float, delta: float, beta: float
 ) -> AdaptiveSoftmax | None:
     """The shard that a file has, if it promises the same of the same rows."""
     try:
         shard = AdaptiveSoftmax.load(path, weight=weight, bias=bias)
     except InputError:
         return None
-    found = shard.eps, shard.delta, shard.beta, shard.method, sorted(shard.calibrations)
-    return shard if found == (eps, delta, beta, "cascade", ks) else None
+    calibrated = {k: fit.eps for k, fit in shard.calibrations.items()}
+    found = shard.eps, shard.delta, shard.beta, shard.method, calibrated
+    return shard if found == (eps, delta, beta, "cascade", errors) else None

@@ -10,8 +10,9 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,14 +57,22 @@ class Serving(NamedTuple):
     dtype: torch.dtype  # of the exact head's logits
     batches: dict[int, int]  # by k, rising: up to how many queries at a time it is faster
     pace: Pace | None = None  # what both heads take while they serve, where one process may decide by it
+    errors: Mapping[int, float] = MappingProxyType({})  # by k: the relative ones of probabilities that are promised
 
-    def serves(self, k: int, batch: int) -> tuple[int, Reason | None]:
+    def serves(self, need: Need, batch: int) -> tuple[int, Reason | None]:
         """The calibrated k to ask with, and why not to ask."""
-        calibrated = next((one for one in self.batches if one >= k), None)
+        most = min(self.errors.values(), default=0.0) if need.shown else 1.0
+        fine = (k for k in self.batches if k >= need.k and self.errors.get(k, 0.0) <= most)
+        calibrated = next(fine, None)
         if calibrated is None:
             return 0, Reason.TOP_K
         faster = batch <= self.batches[calibrated] if self.pace is None else self.pace.adaptive(calibrated, batch)
         return calibrated, None if faster else Reason.BATCH
+
+    def topk(self, x: Tensor, k: int) -> TopK:
+        """The answer with a calibrated k, for what that one promises."""
+        self.head.head.eps = self.errors.get(k, self.head.eps)
+        return self.head.topk(x, k)
 
 
 class Adaptive:
@@ -96,12 +105,12 @@ class Adaptive:
         return logits
 
     def exactly(self, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """What the exact head computes; timed, if it is because it is faster."""
+        """What the exact head computes; timed, if it is because it is faster, with what the sampler would do next."""
         pace, k = None if self.serving is None else self.serving.pace, self._slower
         if pace is None or not k:
             return compute(hidden)
         start = time.perf_counter()
-        logits = compute(hidden)
+        logits = compute(hidden).float()
         pace.computed(k, len(hidden), time.perf_counter() - start)
         return logits
 
@@ -123,7 +132,7 @@ class Adaptive:
             return 0
         if need is None:
             need = self._need(len(hidden))
-        k, reason = (0, need.reason) if need.reason is not None else self.serving.serves(need.k, len(hidden))
+        k, reason = (0, need.reason) if need.reason is not None else self.serving.serves(need, len(hidden))
         if reason is not None:
             self.counters.add_exact(reason, len(hidden))
             self._slower = k if reason is Reason.BATCH else 0
@@ -148,13 +157,13 @@ class Adaptive:
             if lm_head.weight.data_ptr() != serving.weight.data_ptr():
                 raise InputError("weight: not where it was when the index was loaded")
             if not hidden.is_cpu:
-                answer = serving.head.topk(hidden, k)
+                answer = serving.topk(hidden, k)
                 self._count_later(answer)
                 return answer
             bind_threads()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", DriftWarning)
-                answer = serving.head.topk(hidden, k)
+                answer = serving.topk(hidden, k)
         except (RuntimeError, TypeError, ValueError) as error:  # on all ranks, if on one
             self.serving = None  # also with `strict`, which is about starting: the server goes on
             LOGGER.warning("softsieve: the exact head answers from now on: %s", first_line(error))
@@ -265,7 +274,9 @@ class Adaptive:
 
         states = ranks.together(check)
         dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
-        serving = Serving(head, lm_head.weight, description.rows, dtype, {})
+        fits = head.head.calibrations
+        errors = {k: fits[own].eps for k in description.ks if (own := min(k, rows)) in fits}
+        serving = Serving(head, lm_head.weight, description.rows, dtype, {}, errors=errors)
         if self.site.batch is not None:
             return serving._replace(batches=dict.fromkeys(description.ks, self.site.batch)), folder
         times = {k: self._times(serving, k, exact, states, ranks) for k in description.ks}
@@ -278,7 +289,7 @@ class Adaptive:
         def adaptive(x: Tensor) -> Tensor:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DriftWarning)
-                return spread(serving.head.topk(x, k), serving.rows, serving.dtype)
+                return spread(serving.topk(x, k), serving.rows, serving.dtype)
 
         def exactly(x: Tensor) -> Tensor:
             logits: Tensor = exact(x)

@@ -26,6 +26,7 @@ class Need(NamedTuple):
 
     k: int  # so many of the largest have to be exact
     reason: Reason | None = None  # why all of them have to be; None: they need not
+    shown: bool = False  # whether log-probabilities are asked for, too
 
 
 def need_of(params: Any) -> Need:
@@ -49,14 +50,22 @@ def need_of(params: Any) -> Need:
         return Need(0, Reason.EDITED)
     lists = ("logprob_token_ids", "prompt_logprob_token_ids")
     prompt = params.prompt_logprobs is not None or any(getattr(params, name, None) is not None for name in lists)
-    shown = params.logprobs or 0
-    if prompt or shown < 0:
+    shown = params.logprobs  # 0 shows that of the token alone
+    if prompt or (shown is not None and shown < 0):
         return Need(0, Reason.LOGPROBS)
     if params.temperature < 1e-5:  # what vLLM takes for greedy
-        return Need(max(1, shown))
+        return Need(max(1, shown or 0), shown=shown is not None)
     if params.top_k <= 0:
         return Need(0, Reason.SAMPLED)
-    return Need(max(params.top_k, shown))
+    return Need(max(params.top_k, shown or 0), shown=shown is not None)
+
+
+def together(needs: Iterable[Need]) -> Need:
+    """What needs without a reason ask for together."""
+    k, shown = 0, False
+    for need in needs:
+        k, shown = max(k, need.k), shown or need.shown
+    return Need(k, shown=shown)
 
 
 class Entry(NamedTuple):
@@ -74,7 +83,7 @@ class Batch:
         >>> batch = Batch()
         >>> batch.update([], [(0, Entry(Need(1), [5], 0)), (1, Entry(Need(20), [7], 0))], [])
         >>> len(batch), batch.need()
-        (2, Need(k=20, reason=None))
+        (2, Need(k=20, reason=None, shown=False))
     """
 
     def __init__(self) -> None:
@@ -109,7 +118,6 @@ class Batch:
 
     def need(self) -> Need:
         """What all requests together ask for: one that needs all logits takes the pass over the weight for all."""
-        k = 0
         for need, written, least in self._entries.values():
             if need.reason is not None:
                 return need
@@ -117,8 +125,7 @@ class Batch:
                 return Need(0, Reason.PROMPT)
             if len(written) < least:
                 return Need(0, Reason.EDITED)
-            k = max(k, need.k)
-        return Need(k)
+        return together(need for need, _, _ in self._entries.values())
 
 
 class Slots:
@@ -130,11 +137,11 @@ class Slots:
     Example:
         >>> slots = Slots()
         >>> slots.has(1), slots.need()
-        (False, Need(k=0, reason=None))
+        (False, Need(k=0, reason=None, shown=False))
         >>> slots.add(0, Need(1), 0)
         >>> slots.add(1, Need(20), 0)
         >>> slots.has(1), slots.need()
-        (True, Need(k=20, reason=None))
+        (True, Need(k=20, reason=None, shown=False))
     """
 
     def __init__(self) -> None:
@@ -151,6 +158,4 @@ class Slots:
     def need(self) -> Need:
         """What all of them together ask for."""
         needs = self._needs.values()
-        return next(
-            (need for need in needs if need.reason is not None), Need(max((need.k for need in needs), default=0))
-        )
+        return next((need for need in needs if need.reason is not None), together(needs))
