@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from softsieve.cli import app
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.integrations import generation
 from softsieve.integrations.adaptive_head import INDEX, AdaptiveHead
 
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is faster for so small a head is a matter of the machine."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *arguments: 64)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *arguments: 64)
 
 
 def run(model: Path | str, *more: str) -> Result:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from benchmarks import commands as benchmarks
 from experiments import commands as experiments
 from softsieve.cli import app
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.integrations.vllm.settings import read_settings
 from tests.docs.site_blocks import ROOT, Block, blocks_of, commands_in, mentioned, pages, split
 from tests.docs.stand_ins import names_of
@@ -138,7 +138,7 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_python(page: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 64)  # a matter of the machine
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 64)  # a matter of the machine
     if any("lightning" in block.code for block in blocks_of(page)):
         pytest.importorskip("lightning")
     if page == "linear.md":
@@ -346,7 +346,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("page", [page for page in PAGES if shell_commands(page)])
 def test_commands(page: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 64)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 64)
     for command in shell_commands(page):
         run(page, command)
 

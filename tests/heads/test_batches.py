@@ -16,8 +16,7 @@ from torch import Tensor
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import DriftWarning, QuantisedWeight, TopK
-from softsieve.heads.cascade import calibration as cascade_calibration
-from softsieve.heads.cascade import cpu
+from softsieve.heads.cascade import cpu, crossover
 from softsieve.heads.cascade.cpu import CpuCascade, plan_of
 from softsieve.heads.cascade.index import by_columns, lengths, long_previews
 from softsieve.heads.engine import Promise
@@ -29,7 +28,7 @@ N, D, K = 1300, 256, 3  # of 256 coordinates a tier of 56 is a preview, too
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calibrations do not measure how long a batch takes, and batches share a pass however small they are."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 0)
     monkeypatch.setattr(cpu, "_WORK", 0)
     before = numba.get_num_threads()
     yield

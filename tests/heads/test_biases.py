@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.heads.cascade.calibration import needed
 from softsieve.heads.cascade.fit import CascadeCalibration
 from softsieve.reference import heads as reference
@@ -24,7 +24,7 @@ N, D, EPS, DELTA = 4000, 64, 0.3, 0.05
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations do not measure how long a batch takes."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 0)
 
 
 def generator(seed: int = 0) -> torch.Generator:

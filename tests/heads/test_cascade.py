@@ -18,8 +18,7 @@ from torch import Tensor
 from softsieve import AdaptiveSoftmax
 from softsieve.data.synthetic_heads import make_head
 from softsieve.heads import TopK, WeightChanged
-from softsieve.heads.cascade import basis
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import basis, crossover
 from softsieve.heads.cascade import index as cascade
 from softsieve.heads.cascade.basis import Moments, joint_basis, second_moment
 from softsieve.heads.cascade.cpu import SAMPLES, CpuCascade
@@ -39,7 +38,7 @@ N, D, DELTA, EPS = 1100, 130, 0.1, 0.3
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations do not measure how long a batch takes."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 0)
 
 
 def generator(seed: int = 0) -> torch.Generator:

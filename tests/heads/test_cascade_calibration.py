@@ -21,8 +21,10 @@ from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
 from softsieve.heads import DriftWarning, TopK, WeightChanged, index_file
 from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.heads.cascade.calibration import Trial, Truth, allowed, needed, useful
 from softsieve.heads.cascade.cpu import CpuCascade, cheapest, plan_of
+from softsieve.heads.cascade.cpu_trials import Asked, answer_all
 from softsieve.heads.cascade.fit import CascadeCalibration, half_width
 from softsieve.heads.cascade.index import Index
 from softsieve.kernels.cascade_numba import Found, Plan, Usual
@@ -289,16 +291,19 @@ SAME = ("log_z", "half", "coordinates", "bytes_read", "scale", "survivors", "sig
 
 
 def test_a_thread_that_fails_ends_the_trials(several: tuple[AdaptiveSoftmax, Tensor]) -> None:
-    engine, x = several[0]._engine, several[1]
+    engine, x = several[0]._engine, several[1].numpy()
     assert isinstance(engine, CpuCascade)
-    asked = []
+    asked, plans = [], [plan_of(fit_of(several[0], 2))]
 
     def fail(*_: object) -> None:
         asked.append(1)
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        engine._sweep(x, [plan_of(fit_of(several[0], 2))], lambda *_: (np.zeros(2, np.int64), *NOWHERE), fail)
+        answer_all(
+            Asked(engine._ask, engine._arrays_for(plans), engine.lengths, x, x, engine._make_scratch),
+            plans, lambda *_: (np.zeros(2, np.int64), *NOWHERE), fail,
+        )  # fmt: skip
     assert len(asked) <= numba.get_num_threads()
 
 
@@ -325,7 +330,7 @@ def judged(head: AdaptiveSoftmax, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations do not measure how long a batch takes."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 0)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +589,7 @@ def test_auto_calibrates() -> None:
     head = AdaptiveSoftmax(weight, delta=DELTA)
     fit = head.calibrate(x, 2, generator=generator())
     assert isinstance(fit, CascadeCalibration)
-    assert fit.batch in (0, *cascade_calibration.BATCHES)
+    assert fit.batch in (0, *crossover.BATCHES)
     assert head.calibrations == {2: fit}
     head.calibrations[2] = fit._replace(batch=1)
     assert not bool(head.topk(x[0], 2).exact)
@@ -599,15 +604,15 @@ def test_measured_batch(cost: float, expected: int, monkeypatch: pytest.MonkeyPa
         sizes.extend(map(len, queries))
         return [call(queries[0]) for call in calls]
 
-    monkeypatch.setattr(cascade_calibration, "_seconds", seconds)
+    monkeypatch.setattr(crossover, "_seconds", seconds)
     for count in (3, 200):
         x = torch.zeros(count, 2)
         known: dict[int, float] = {}
-        assert cascade_calibration.measured_batch(lambda x: cost * len(x), lambda x: 10.0, x, known) == expected
+        assert crossover.measured_batch(lambda x: cost * len(x), lambda x: 10.0, x, known) == expected
         assert len(known) == {8: 2, 64: 1, 0: 1, 1: 2}[expected]  # where the time of one query does not tell
-        again = cascade_calibration.measured_batch(lambda x: cost * len(x), lambda x: pytest.fail("known"), x, known)
+        again = crossover.measured_batch(lambda x: cost * len(x), lambda x: pytest.fail("known"), x, known)
         assert again == expected
-    assert set(sizes) <= set(cascade_calibration.BATCHES)
+    assert set(sizes) <= set(crossover.BATCHES)
 
 
 class Clock:
@@ -616,7 +621,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, noise: Callable[[float], float] = float) -> None:
         self.now, self.noise = 0.0, noise
         self.calls: list[tuple[str, Tensor]] = []
-        monkeypatch.setattr(cascade_calibration, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(crossover, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def call(self, name: str, seconds: Callable[[Tensor], float]) -> Callable[[Tensor], None]:
         def called(x: Tensor) -> None:
@@ -630,7 +635,7 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """All in turns, for all queries, again and again; the median of the shortest times."""
     clock, queries = Clock(monkeypatch), [torch.tensor([[value]]) for value in (3e-3, 1e-3, 2e-3, 5e-3, 4e-3)]
     one, other = clock.call("one", float), clock.call("other", lambda x: 1.5 * float(x))
-    seconds, rounds = cascade_calibration._seconds, cascade_calibration._ROUNDS
+    seconds, rounds = crossover._seconds, crossover._ROUNDS
     assert seconds([one, other], queries) == pytest.approx([3e-3, 4.5e-3])
     assert [name for name, _ in clock.calls] == ["one", "other"] * len(queries) * rounds
     assert all(x is queries[number // 2 % 5] for number, (_, x) in enumerate(clock.calls))
@@ -660,7 +665,7 @@ def test_a_busy_machine_changes_nothing(cost: float, expected: int, monkeypatch:
         ask, exact = clock.call("ask", lambda x: cost * len(x)), clock.call("exact", lambda x: 3.6e-3)
         known: dict[int, float] = {}
         for _ in range(2):  # for another k, with what is known of the first
-            assert cascade_calibration.measured_batch(ask, exact, torch.zeros(200, 2), known) == expected
+            assert crossover.measured_batch(ask, exact, torch.zeros(200, 2), known) == expected
 
 
 # -- coverage ----------------------------------------------------------------------------------------------------------

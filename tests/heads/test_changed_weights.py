@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from softsieve import AdaptiveSoftmax
 from softsieve.heads import WeightChanged, watching
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.heads.cascade.cpu import SAMPLES, CpuCascade
 
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
@@ -40,7 +40,7 @@ DATA_FREE = [kind for kind in KINDS if kind not in FITTED]
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cascade is taken to be faster for all batches here."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 64)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 64)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -14,6 +14,7 @@ from torch import Tensor
 from softsieve import AdaptiveSoftmax
 from softsieve.heads import DriftWarning
 from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.heads.cascade.cpu import CpuCascade
 from softsieve.heads.cascade.fit import CascadeCalibration, Fallback
 from tests.heads.instances import Made, Maker, common, language, peaked, plausible, right, spectral
@@ -26,7 +27,7 @@ CALIBRATION, NEW = 1600, 1000
 def _untimed() -> Iterator[None]:
     """Calibrations do not measure how long a batch takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+        patch.setattr(crossover, "measured_batch", lambda *_: 0)
         yield
 
 

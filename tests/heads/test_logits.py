@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.reference import heads as reference
 from tests.heads.instances import KINDS, Maker, language, plausible, right, spectral
 
@@ -22,7 +22,7 @@ EPS = 0.3
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations do not measure how long a batch takes."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 0)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 0)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from softsieve import AdaptiveSoftmax
 from softsieve.heads import DriftWarning
-from softsieve.heads.cascade import calibration as cascade_calibration
+from softsieve.heads.cascade import crossover
 from softsieve.heads.modes import own_modes
 from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from tests.helpers import default_dtype
@@ -52,7 +52,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cascade is taken to be faster for all batches here."""
-    monkeypatch.setattr(cascade_calibration, "measured_batch", lambda *_: 64)
+    monkeypatch.setattr(crossover, "measured_batch", lambda *_: 64)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from softsieve import AdaptiveSoftmax
 from softsieve.cli import app
 from softsieve.errors import InputError
-from softsieve.heads.cascade import calibration
+from softsieve.heads.cascade import crossover
 from softsieve.layers.linear import SieveLinear
 from softsieve.tasks.examples import Data, Examples
 from softsieve.tasks.labels import RANKED, label_metrics, rank_labels
@@ -31,7 +31,7 @@ CLASSES = 400
 @pytest.fixture(autouse=True, scope="module")
 def always_faster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "measured_batch", lambda *_: 64)  # a matter of the machine
+        patch.setattr(crossover, "measured_batch", lambda *_: 64)  # a matter of the machine
         patch.setattr(serving, "DELTA", 0.1)  # for which few rows suffice
         yield
 

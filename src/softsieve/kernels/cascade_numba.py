@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsieve.kernels import estimates_numba as estimates
-from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_fast_stage, jit_stage, kth_largest, largest_of
+from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_stage, kth_largest, largest_of
 from softsieve.kernels.estimates_numba import Errors
 from softsieve.kernels.quantised_numba import exact_row, has_changed, row_bytes
 from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_rows, project
@@ -154,26 +154,6 @@ def _tally(tally: Any, entries: int, size: int) -> None:
 
 
 @jit_stage
-def _root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> float:
-    """Return that of differences in predicted deviations."""
-    total = 0.0
-    for r in range(spreads.size):
-        error = (ones[r] - others[r]) / (step * spreads[r])
-        total += error * error
-    return math.sqrt(total / spreads.size)
-
-
-@jit_fast_stage
-def _cosine(mean: Any, x: Any) -> float:
-    """Return the cosine of the angle between a query and the mean query."""
-    dot, square = np.float32(0), np.float32(0)
-    for j in range(x.size):
-        dot += np.float32(mean[j] * x[j])
-        square += np.float32(x[j] * x[j])
-    return dot / max(math.sqrt(square), 1e-30)
-
-
-@jit_stage
 def _errors(plan: Plan, unit: float) -> Errors:
     return Errors(unit, plan.width * unit, plan.correction, plan.width / max(2 * plan.correction, 1e-30))
 
@@ -216,7 +196,9 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
         scratch.probe_spreads[r] = codes.spreads[which][probes[r]]
     more = length - known
     _tally(scratch.tally, probes.size * more, more * extended.size * 2 + probes.size * (more + 1))
-    return _root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, codes.steps[which])
+    return estimates.root_mean_square(
+        scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, codes.steps[which]
+    )
 
 
 @jit_stage
@@ -348,7 +330,9 @@ def refine_survivors(
         known = read = probed = length
         step = codes.tier_steps[tier]
         errors = _errors(
-            plan, step * _root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, step)
+            plan,
+            step
+            * estimates.root_mean_square(scratch.probe_logits, scratch.probe_estimates, scratch.probe_spreads, step),
         )
         if dense.size:
             _write_logits(plan, values, rows, spreads, errors, dense)
@@ -445,10 +429,10 @@ def ask(
     if has_changed(index.weight, codes.probes, index.samples):
         return Found(CHANGED, 0.0, 0.0, tally[0], tally[1], 0.0, 0, 0, 0.0, 0.0, 0.0)
     scale = measured = measure_errors(codes, plan.first, np.int64(0), extended, scratch)
-    size = _root_mean_square(
+    size = estimates.root_mean_square(
         scratch.probe_estimates, scratch.probe_starts, scratch.probe_spreads, index.steps[plan.first]
     )
-    signal, toward = size / max(scale, 1e-30), _cosine(index.mean, extended)
+    signal, toward = size / max(scale, 1e-30), estimates.cosine(index.mean, extended)
     inside = usual.low <= scale <= usual.high and usual.toward_low <= toward <= usual.toward_high
     if not (inside and signal >= usual.signal and math.isfinite(scale)):
         return Found(DRIFTED, 0.0, 0.0, tally[0], tally[1], scale, 0, 0, signal, toward, 0.0)

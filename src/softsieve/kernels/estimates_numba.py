@@ -348,3 +348,23 @@ def sort_top(exact: Any, rows: Any, top: Any, logits: Any) -> None:
                 place -= gap
             top[place], logits[place] = row, logit
         gap //= 2
+
+
+@jit_stage
+def root_mean_square(ones: Any, others: Any, spreads: Any, step: float) -> float:
+    """Return that of differences in predicted deviations."""
+    total = 0.0
+    for r in range(spreads.size):
+        error = (ones[r] - others[r]) / (step * spreads[r])
+        total += error * error
+    return math.sqrt(total / spreads.size)
+
+
+@jit_fast_stage
+def cosine(mean: Any, x: Any) -> float:
+    """Return the cosine of the angle between a query and the mean query."""
+    dot, square = np.float32(0), np.float32(0)
+    for j in range(x.size):
+        dot += np.float32(mean[j] * x[j])
+        square += np.float32(x[j] * x[j])
+    return dot / max(math.sqrt(square), 1e-30)

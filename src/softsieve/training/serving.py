@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from softsieve.heads import AdaptiveSoftmax
-from softsieve.heads.cascade.calibration import BATCHES, needed
+from softsieve.heads.cascade.calibration import needed
+from softsieve.heads.cascade.crossover import BATCHES
 from softsieve.heads.engines import reason_against_cascade
 from softsieve.layers.linear import SieveLinear
 from softsieve.tasks.encode import padded

@@ -6,9 +6,7 @@ import functools
 import math
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from softsieve._progress import ProgressCallback
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
+from softsieve.heads.cascade.cpu_trials import Asked, answer_all, trial_of
 from softsieve.heads.cascade.engine import Cascade, complete, gap_for
 from softsieve.heads.cascade.fit import CascadeCalibration, DriftWarning, Fallback, half_width, widened
 from softsieve.heads.cascade.index import BLOCK, SPREADS
@@ -280,78 +279,15 @@ class CpuCascade(Cascade):
                 above[number, i] = np.count_nonzero(scratch.exact[: found.finalists] > fits[number].level)
 
         nowhere = np.empty((len(queries), 0), self._kind)
-        self._sweep(queries, plans, lambda number, i: (rows[number][i], logits[number][i], nowhere[i]), keep)
-        numbers = torch.from_numpy(answers)
-        return [
-            _trial(numbers[number], rows[number], logits[number], None if math.isinf(fit.level) else above[number])
-            for number, fit in enumerate(fits)
-        ]
-
-    def _sweep(
-        self,
-        queries: Tensor,
-        plans: Sequence[kernels.Plan],
-        room: Callable[[int, int], tuple[Any, Any, Any]],
-        keep: Callable[[kernels.Found, int, int, kernels.Scratch], None],
-    ) -> None:
-        """Answer each query by each of the plans from one preview of all rows, with as many threads as there are.
-
-        A thread has a query for itself: nobody waits for another one, and estimates stay in its cache.
-
-        Args:
-            room: where the answer by a plan to a query goes, both by their numbers: arguments of the kernel.
-            keep: called with each answer, the numbers of plan and query, and the memory that finalists are in.
-        """
-        from numba import get_num_threads
-
-        arrays, ask, lengths = self._arrays_for(plans), self._ask, self.lengths
         x = queries.numpy()
         coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
-        order = sorted(range(len(plans)), key=lambda number: (plans[number].first, plans[number].second))
-        # A second preview goes on from the first, whose estimates are gone then: answers that need none come first.
-        short = [_without_second(plan) for plan in plans]
-        longer = [plan._replace(limit=-1.0) for plan in plans]
-        left = iter(range(len(queries)))  # `next` of this is one step for the interpreter
-
-        def work() -> None:
-            scratch = self._make_scratch()._replace(alone=1 << 62)
-            for i in left:
-                ready, later = 0, list[int]()
-                for number in order:
-                    if later and plans[later[-1]].first != plans[number].first:
-                        ready, later = again(i, later, ready, scratch), []
-                    plan = plans[number]
-                    if ready > lengths[plan.first]:
-                        ready = 0
-                    found = ask(arrays, short[number], x[i], coded[i], scratch, *room(number, i), ready)
-                    drifted = found.state == Fallback.DRIFTED
-                    # One that drifted before its preview, or whose weight has changed, has estimated nothing.
-                    ready = (
-                        0
-                        if found.state == Fallback.CHANGED or (drifted and not found.survivors)
-                        else lengths[plan.first]
-                    )
-                    if plan.first != plan.second and drifted and not found.flat and found.survivors > plan.limit:
-                        later.append(number)
-                    else:
-                        keep(found, number, i, scratch)
-                again(i, later, ready, scratch)
-
-        def again(i: int, numbers: list[int], ready: int, scratch: kernels.Scratch) -> int:
-            """The same with the second preview."""
-            for number in numbers:
-                found = ask(arrays, longer[number], x[i], coded[i], scratch, *room(number, i), ready)
-                ready = lengths[plans[number].second]
-                keep(found, number, i, scratch)
-            return ready
-
-        threads = min(get_num_threads(), len(queries))
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            try:
-                for done in [pool.submit(work) for _ in range(threads)]:
-                    done.result()
-            finally:  # of an interrupt: the others end, too
-                deque(left, maxlen=0)
+        asked = Asked(self._ask, self._arrays_for(plans), self.lengths, x, coded, self._make_scratch)
+        answer_all(asked, plans, lambda number, i: (rows[number][i], logits[number][i], nowhere[i]), keep)
+        numbers = torch.from_numpy(answers)
+        return [
+            trial_of(numbers[number], rows[number], logits[number], None if math.isinf(fit.level) else above[number])
+            for number, fit in enumerate(fits)
+        ]
 
     def settings(self) -> list[dict[str, int]]:
         return [{"first": number, "second": number} for number in range(self.previews)]
@@ -393,34 +329,6 @@ def cheapest(
                     least = mean
                     best = start._replace(first=first, second=second, limit=float(limit), width=max(width, other))
     return best
-
-
-def _trial(answers: Tensor, rows: Any, logits: Any, above: Any) -> Trial:
-    """What calibration knows of answers by one plan, from what the kernel says of each."""
-    fallback, log_z, half, coordinates, bytes_read, scale, survivors, _, signal, toward, flat = answers.unbind(-1)
-    return Trial(
-        fallback.long(),
-        torch.from_numpy(rows),
-        torch.from_numpy(logits),
-        log_z,
-        half,
-        coordinates.long(),
-        bytes_read.long(),
-        scale,
-        survivors.long(),
-        signal,
-        toward,
-        flat,
-        None if above is None else torch.from_numpy(above),
-    )
-
-
-def _without_second(plan: kernels.Plan) -> kernels.Plan:
-    """The same with queries that would need a second preview told by their survivors, as drifted."""
-    if plan.first == plan.second:
-        return plan
-    usual = plan.usual._replace(survivors=min(plan.limit, plan.usual.survivors))
-    return plan._replace(second=plan.first, usual=usual)
 
 
 @functools.lru_cache

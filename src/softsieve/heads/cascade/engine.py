@@ -15,7 +15,7 @@ from torch import Tensor
 from softsieve import _checks
 from softsieve._progress import ProgressCallback
 from softsieve.heads.above import AT_ONCE, SHARE, RowsAbove
-from softsieve.heads.cascade import calibration
+from softsieve.heads.cascade import calibration, crossover
 from softsieve.heads.cascade import fit as fits
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.basis import Moments
@@ -85,8 +85,8 @@ class Cascade(Engine):
 
     def cost(self, fit: Any, trial: Trial) -> float:
         """What answers take in the mean, as a share of what the whole weight takes: here the bytes that they read."""
-        whole = self.layer.bytes
-        return float((trial.bytes_read.double() + (trial.fallback != 0) * whole).mean()) / whole
+        read = trial.bytes_read.double() + (trial.fallback != 0) * self.layer.bytes
+        return float(read.mean()) / self.layer.bytes
 
     @abstractmethod
     def ends(self, queries: Tensor, fit: Any) -> Ends:
@@ -124,9 +124,8 @@ class Cascade(Engine):
         return (batch is None or batch <= fit.batch) and math.isfinite(fit.width)
 
     def above(self, queries: Tensor, threshold: float, promise: Promise) -> RowsAbove:
-        fit = self._level(threshold, promise)
         self.notice_changes()
-        if fit is not None:
+        if (fit := self._level(threshold, promise)) is not None:
             return self.solve_above(queries, fit, threshold)
         parts = torch.split(queries, max(1, AT_ONCE // len(self.layer.weight)))
         return RowsAbove.join([self._above_by_ends(some, threshold, promise) for some in parts])
@@ -141,10 +140,8 @@ class Cascade(Engine):
         few = ends.answered & (SHARE * candidates.sum(-1) <= len(layer.weight))
         query, row = (candidates & few[:, None]).nonzero(as_tuple=True)
         logit = layer.logits_of(queries, query, row)
-        bytes_read = ends.bytes_read + torch.bincount(query, minlength=len(queries)) * (
-            layer.bytes // len(layer.weight)
-        )
-        above = logit > threshold
+        many = torch.bincount(query, minlength=len(queries))
+        bytes_read, above = ends.bytes_read + many * (layer.bytes // len(layer.weight)), logit > threshold
         found = RowsAbove(query[above], row[above], logit[above], bytes_read, ~few)
         return complete(found, (~few).nonzero()[:, 0], layer, queries, threshold)
 
@@ -217,7 +214,7 @@ class Cascade(Engine):
             fit = calibration.calibrate(self, scaled, exact.top(k), start, progress=progress)
             exactly = partial(self._exact.topk, k=k, promise=promise)
             solve = partial(self.solve, fit=fit, k=k)
-            fit = fit._replace(batch=calibration.measured_batch(solve, exactly, queries, seconds))
+            fit = fit._replace(batch=crossover.measured_batch(solve, exactly, queries, seconds))
             if not math.isfinite(fit.width) and enough:
                 warnings.warn(
                     f"queries: no width of margins gives right answers from a part of the weight for k = {k}: "
@@ -250,16 +247,13 @@ class Cascade(Engine):
         exact = calibration.above_level(self.layer.blocks(scaled), level)
         progress("exact answers", calibration.TRUTH)
         start = self.start(0, promise, len(queries))._replace(level=level)
-        fit = calibration.calibrate(self, scaled, exact, start, progress=progress)
-
-        def ask(x: Tensor) -> object:
-            return self.solve_above(self.layer.scaled(x), fit, level)
-
-        def exactly(x: Tensor) -> object:
-            return self.layer.above(self.layer.scaled(x), level)
-
+        fit: CascadeCalibration = calibration.calibrate(self, scaled, exact, start, progress=progress)
         if math.isfinite(fit.width):
-            fit = fit._replace(batch=calibration.measured_batch(ask, exactly, queries, {}))
+            ask, exactly = (
+                partial(self.solve_above, fit=fit, threshold=level),
+                partial(self.layer.above, threshold=level),
+            )
+            fit = fit._replace(batch=crossover.measured_batch(ask, exactly, scaled, {}))
         elif enough:
             warnings.warn(
                 f"queries: no width of margins finds all rows above {level:g} from a part of the weight: "
@@ -267,8 +261,7 @@ class Cascade(Engine):
                 stacklevel=4,
             )
         self.levels = {**self.levels, level: fit}
-        made: CascadeCalibration = fit
-        return made
+        return fit
 
     def updated(self, rows: Tensor | Sequence[int]) -> Cascade:
         weight, bias = self.layer.weight, self.layer.bias
