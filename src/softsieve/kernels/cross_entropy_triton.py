@@ -25,6 +25,7 @@ NUMBERS = 8  # of a row
 KEPT = 1  # its place among them
 PARTS, VALID = 0, 1  # places in what `forward_numbers` leaves
 WHOLE = 4096  # classes of a row that a program can hold
+MANY = 64  # rows at a time, at most
 ALONE = 8192  # logits that one program can hold, of rows and classes rounded up to powers of 2
 # Of longer rows: rows, classes at a time and warps of a program, and the same where there are at most so FEW rows.
 LONG, LONG_FEW, FEW = (1, 2048, 8), (1, 4096, 16), 264
@@ -343,8 +344,8 @@ def shapes(rows: int, classes: int) -> tuple[bool, tuple[int, int, int], tuple[i
     """Whether a program has whole rows; rows, classes at a time and warps of one, forward and backward."""
     block = min(triton.next_power_of_2(classes), WHOLE)
     all_rows = triton.next_power_of_2(rows)
-    at_once = max(1, min(2048 // block, all_rows, 64))
-    if all_rows * block <= ALONE:  # one program need not wait for others
+    at_once = max(1, min(2048 // block, all_rows, MANY))
+    if all_rows <= MANY and all_rows * block <= ALONE:  # one program need not wait for others
         at_once = all_rows
     either = at_once, block, max(1, min(8, at_once * block // 512))
     if classes <= WHOLE:

@@ -216,9 +216,10 @@ def add_rows(
             linear_step.add_products(
                 chunk.products, part.hidden, layer.weight[classes], sums, *chunk_grads, first=number == 0
             )
+        del chunk  # before the sums are rounded into a copy
         if to_hidden is not None:
             to_hidden[block] = sums.to(to_hidden.dtype)
-        del part, sums, chunk  # before there are those of the next
+        del part, sums  # before there are those of the next
 
 
 def empty_gradients(values: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -134,10 +134,12 @@ def linear_as_cross_entropy(
         group: process group of `torch.distributed` over whose ranks the rows of the weight are sharded, in order.
             All ranks give the same hidden states, targets and options; weight, bias and their gradients are this
             rank's, class weights are of all classes.
-        memory: bytes beyond inputs and gradients that it may take. With None it is at most about 128 MB, or what 128
-            classes of all rows take where that is more, and on a CPU less. More memory, larger blocks. On a CPU, with a
-            mean or a sum, rows whose logits fit have their gradients made in the forward pass, while the logits are
-            there: three products of matrices instead of four, which pays where many rows are dense.
+        memory: bytes beyond inputs and gradients that it may take. With None it is at most 128 MiB, or what 128 classes
+            of all rows take where that is more, and on a CPU less. More memory, larger blocks. With a mean or a sum,
+            rows whose logits fit have their gradients made in the forward pass, while the logits are there: three
+            products of matrices instead of four, which pays where many rows are dense. On a CPU that is done where it
+            is told how much to take; on a GPU where most rows are dense, or the layer is small. With most rows dense,
+            512 MB save a seventh to a quarter of the time.
         return_stats: also return `LinearASStats`.
 
     Shape:
