@@ -1,4 +1,4 @@
-"""How calibration on a GPU chooses: by what answers take in the mean, fallbacks included. Needs no GPU: it asks nothing."""
+"""How calibration on a GPU chooses: by what answers take in the mean, fallbacks included. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
