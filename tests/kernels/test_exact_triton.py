@@ -75,7 +75,7 @@ def test_only_those_that_need_it(asked: list[int], k: int) -> None:
     numbers = torch.full((20, 2 * k + 8), math.nan, device=DEVICE)
     dense = torch.full((20, 500), math.nan, device=DEVICE)
     count = torch.tensor([len(asked)], dtype=torch.int32, device=DEVICE)
-    kept = kernels.partials(weight, 20, k, every=False)
+    kept = kernels.partials(weight, 20, k)
     kernels.answer(x, weight, None, states, count, kept, whole, numbers, k=k, scale=1.0, dense=dense)
     needs = states != 0
     check(whole[needs], numbers[needs], x[needs], weight, None, k, 1.0)
@@ -111,7 +111,7 @@ def test_queries_share_one_pass() -> None:
     """For 64 queries it takes little more than for one, and nearly nothing for none."""
     weight, x, _ = head(131072, 1024, 64, torch.bfloat16)
     x = x.bfloat16()
-    kept = kernels.partials(weight, 64, 1, every=False)
+    kept = kernels.partials(weight, 64, 1)
     whole = torch.zeros(64, 6, dtype=torch.int64, device=DEVICE)
     numbers = torch.zeros(64, 10, device=DEVICE)
     taken = {}

@@ -24,9 +24,9 @@ from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
-PREVIEW_WARPS = 4
+PREVIEW_WARPS = 8
 # From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
-CHOICES = ((16, 4096, 4), (4, 2048, 4), (1, 1024, 4))
+CHOICES = ((16, 2048, 4), (4, 1024, 4), (1, 1024, 8))
 CHOICE = CHOICES[-1][1]
 LANES = 16  # numbers for each row that matrix units make together: two for each query
 MOST_K = 64
@@ -208,7 +208,7 @@ def ask(
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     spreads, filled, out = index.spreads[plan.first], dense is not None, m.scales if dense is None else dense
     how = exact_triton.options(x) | {"num_warps": WARPS}
-    kept = exact_triton.partials(index.weight, batch, k, every=False)
+    kept = exact_triton.partials(index.weight, batch, k)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,

@@ -32,9 +32,8 @@ class Shape(NamedTuple):
     programs: int  # that a multiprocessor has room for
 
 
-SMALL = Shape(128, 64, 4, 4, 3)  # for up to FEW queries
-LARGE = Shape(128, 64, 4, 4, 2)  # for more
-SHARED = Shape(128, 64, 2, 4, 3)  # for up to FEW queries that fall back: most often it has nothing to do
+SMALL = Shape(64, 128, 3, 4, 3)  # for up to FEW queries
+LARGE = Shape(128, 64, 3, 4, 3)  # for more
 OTHER = Shape(128, 32, 2, 4, 2)  # for weights of float32
 
 _FEW, _CHOICE, _NO_ROW = tl.constexpr(FEW), tl.constexpr(CHOICE), tl.constexpr(2**31 - 1)
@@ -49,17 +48,15 @@ class Partials(NamedTuple):
     values: Tensor  # (batch, n): logits, of queries that are answered exactly; not written if only one row is asked for
 
 
-def shape_for(weight: Tensor, batch: int, *, every: bool) -> Shape:
-    """The launch that takes least time, where all queries are answered or those that need it."""
-    if weight.dtype.itemsize > 2:
-        return OTHER
-    return LARGE if batch > FEW else SMALL if every else SHARED
+def shape_for(weight: Tensor, batch: int) -> Shape:
+    """The launch that takes least time."""
+    return OTHER if weight.dtype.itemsize > 2 else SMALL if batch <= FEW else LARGE
 
 
-def partials(weight: Tensor, batch: int, k: int, *, every: bool) -> Partials:
+def partials(weight: Tensor, batch: int, k: int) -> Partials:
     """Memory for these, not filled."""
     n, device = len(weight), weight.device
-    shape = (batch, triton.cdiv(n, shape_for(weight, batch, every=every).rows))
+    shape = (batch, triton.cdiv(n, shape_for(weight, batch).rows))
     return Partials(
         torch.empty(shape, device=device),
         torch.empty(shape, device=device),
@@ -82,7 +79,7 @@ def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *, k: int, scale: float)
     """
     whole = torch.empty(len(x), k + 5, dtype=torch.int64, device=x.device)
     numbers = torch.empty(len(x), 2 * k + 8, device=x.device)
-    kept = partials(weight, len(x), k, every=True)
+    kept = partials(weight, len(x), k)
     answer(x, weight, bias, None, None, kept, whole, numbers, k=k, scale=scale)
     return whole, numbers
 
@@ -103,7 +100,7 @@ def answer(
         below: how far below, relatively.
     """
     (n, size), batch, every = weight.shape, len(x), states is None
-    shape, how = shape_for(weight, batch, every=every), options(x)
+    shape, how = shape_for(weight, batch), options(x)
     blocks, out = triton.cdiv(n, shape.rows), kept.largest if dense is None else dense
     many = 4
     if x.is_cuda:
@@ -147,7 +144,10 @@ def _multiply(
     K: tl.constexpr, ALL: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply blocks of rows with up to LANES of the queries, those that need it."""
+    """Multiply blocks of rows with up to LANES of the queries, those that need it.
+
+    One loop over all parts of all blocks of a program: loads of a block begin while the one before is summed up.
+    """
     lane = tl.arange(0, LANES)
     if ALL:
         asked, query = lane < batch, lane.to(tl.int64)
@@ -158,34 +158,39 @@ def _multiply(
         mine = needs[:, None] & (place[:, None] == lane[None, :])
         asked = tl.sum(mine.to(tl.int32), 0) > 0
         query = tl.sum(tl.where(mine, every[:, None], 0), 0).to(tl.int64)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    steps = tl.cdiv(size, SIZE)
+    mine = tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0)) * steps
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for number in range(mine):
+        step = number % steps
+        block = tl.program_id(0) + number // steps * tl.num_programs(0)
         row = block * ROWS + tl.arange(0, ROWS)
         valid = row < n
         places = weight + row.to(tl.int64) * weight_stride
-        total = tl.zeros((ROWS, LANES), tl.float32)
-        for start in range(0, size, SIZE):
-            at = start + tl.arange(0, SIZE)
-            inside = at < size
-            codes = tl.load(places[:, None] + at[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-            own = tl.load(x + query[None, :] * x_stride + at[:, None], mask=asked[None, :] & inside[:, None], other=0.0)
-            total = _dot(codes, own, total)
-        value = total * scale
-        if BIASED:
-            value += tl.load(bias + row, mask=valid, other=0.0)[:, None]
-        value = tl.where(valid[:, None], value, -float("inf"))
-        top = tl.max(value, 0)
-        kept = query * blocks + block
-        tl.store(largest + kept, top, mask=asked)
-        tl.store(sums + kept, tl.sum(tl.exp(value - top[None, :]), 0), mask=asked)
-        if K == 1:
-            first = tl.min(tl.where(value == top[None, :], row[:, None], n - 1), 0)
-            tl.store(best + kept, first, mask=asked)
-        if (K > 1) or DENSE:
-            to, written = query[None, :] * n + row[:, None], valid[:, None] & asked[None, :]
-            if K > 1:
-                tl.store(values + to, value, mask=written)
-            if DENSE:
-                tl.store(dense + to, value.to(dense.dtype.element_ty), mask=written)
+        at = step * SIZE + tl.arange(0, SIZE)
+        inside = at < size
+        codes = tl.load(places[:, None] + at[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        own = tl.load(x + query[None, :] * x_stride + at[:, None], mask=asked[None, :] & inside[:, None], other=0.0)
+        total = _dot(codes, own, total)
+        if step == steps - 1:
+            value = total * scale
+            if BIASED:
+                value += tl.load(bias + row, mask=valid, other=0.0)[:, None]
+            value = tl.where(valid[:, None], value, -float("inf"))
+            top = tl.max(value, 0)
+            kept = query * blocks + block
+            tl.store(largest + kept, top, mask=asked)
+            tl.store(sums + kept, tl.sum(tl.exp(value - top[None, :]), 0), mask=asked)
+            if K == 1:
+                first = tl.min(tl.where(value == top[None, :], row[:, None], n - 1), 0)
+                tl.store(best + kept, first, mask=asked)
+            if (K > 1) or DENSE:
+                to, written = query[None, :] * n + row[:, None], valid[:, None] & asked[None, :]
+                if K > 1:
+                    tl.store(values + to, value, mask=written)
+                if DENSE:
+                    tl.store(dense + to, value.to(dense.dtype.element_ty), mask=written)
+            total = tl.zeros((ROWS, LANES), tl.float32)
 
 
 @triton.jit

@@ -92,15 +92,12 @@ def _seconds(
     enough: float = -math.inf,
     rounds: int = _ROUNDS,
 ) -> list[float]:
-    """What each of the calls takes: the median over queries of the shortest of several times.
+    """What each of the calls takes on a CPU: the median over queries of the shortest of several times.
 
     Other work on a machine makes a call take longer, never shorter, and a short one of several threads many times as
     long. So every query is asked again and again, with all calls in turns, until time is up or the first of them takes
-    no more than ``enough``. What a device does first is not counted.
+    no more than ``enough``.
     """
-    for call in calls:
-        for x in [queries[0]] * 2 if queries[0].is_cuda else []:
-            _timed(call, x)
     shortest, end = [[math.inf] * len(queries) for _ in calls], time.perf_counter() + _PATIENCE
     for _ in range(rounds):
         for number, x in enumerate(queries):
@@ -113,10 +110,6 @@ def _seconds(
 
 
 def _timed(call: Callable[[Tensor], object], x: Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
     start = time.perf_counter()
     call(x)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
     return time.perf_counter() - start
