@@ -202,15 +202,7 @@ def _shards(
             shard = AdaptiveSoftmax(
                 weight, bias, eps=eps, delta=delta / ranks, beta=head.beta, method="cascade", seed=seed
             )  # which batches to answer is the engine's to say
-            for error in sorted(set(errors.values())):
-                shard.eps, own_ks = error, [k for k in errors if errors[k] == error]
-                part_of_all = 0.5 * len(own_ks) / len(errors) / ranks
-                shard.calibrate(
-                    states[:-test],
-                    own_ks,
-                    generator=torch.Generator().manual_seed(seed),
-                    progress=lambda what, share, part=part_of_all: progress(what, part * share),  # type: ignore[misc]
-                )
+            _calibrate(shard, states[:-test], errors, seed, lambda what, share: progress(what, 0.5 * share / ranks))
             shard.eps = eps
             shard.save(path, weight=False)
         else:
@@ -224,6 +216,22 @@ def _shards(
     description = Description(rows, head.weight.shape[1], dtype, head.beta, eps, delta, ks, fingerprints)
     index_folder.write_description(out, description)
     return Built(out, description, first, coverage)
+
+
+def _calibrate(
+    shard: AdaptiveSoftmax, states: Tensor, errors: dict[int, float], seed: int, progress: ProgressCallback
+) -> None:
+    """Build the index of some rows with a half of the states, and calibrate every k for its error with the others."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed, half = torch.randperm(len(states), generator=generator).to(states.device), len(states) // 2
+
+    def steps(count: int) -> ProgressCallback:
+        return lambda what, share: progress(what, share * count / (len(errors) + 1))
+
+    shard.build(states[mixed[:half]], progress=steps(1))
+    for error in sorted(set(errors.values())):
+        shard.eps, ks = error, [k for k in errors if errors[k] == error]
+        shard.calibrate(states[mixed[half:]], ks, generator=generator, progress=steps(len(ks)))
 
 
 def _errors(ks: list[int], eps: float) -> dict[int, float]:
