@@ -6,9 +6,9 @@ the reduced loss, and wait for the backward pass, which multiplies them by the l
 all rows must be in one block, whose logits wait for the backward pass.
 
 A small layer is always held: nothing is read on the host then, so that a CUDA graph can capture both passes. Of a large
-one, a sample of the rows says whether most are dense, as at the
-start of a training; with few dense rows `kernels.linear` is faster. The gradient of the weight is rounded once for each
-block: the memory that sums in float32 would take makes blocks larger, and so fewer, by twice the layer's size in rows.
+one, a sample of the rows says whether most are dense, as at the start of a training; with few dense rows
+`kernels.linear` is faster. The gradient of the weight is rounded once for each block: the memory that sums in float32
+would take makes blocks larger, and so fewer, by twice the layer's size in rows.
 
 What is known of the rows is the tensor of `kernels.cross_entropy_triton`.
 """
@@ -30,9 +30,8 @@ UNIT = 192  # rows that a product takes at a time
 FEWEST = 256  # rows of a block, unless it has all
 LINE = 64  # a multiple of so many logits lies between rows, and a product has so many: others take three times as long
 FIT = 8  # classes of which a multiple needs no other product
-SMALL = (
-    360 * 10**9
-)  # multiplications of a product: at 5 % dense, two of these take what `kernels.linear` waits for a host
+# Multiplications of a product: at 5 % dense, two of these take what `kernels.linear` waits for a host.
+SMALL = 360 * 10**9
 SAMPLED = 128  # rows that say whether most are dense
 LISTED = 16  # a row with more classes has its gradient from products of matrices, also in `kernels.linear`
 FREE, SUMMED = 2 / 3, 100  # see `pays`
