@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
 from softsieve.heads import TopK
+from softsieve.integrations.distributed import ShardedAdaptiveSoftmax
 from softsieve.integrations.vllm import index_folder, layer, tracker
 from softsieve.integrations.vllm.answers import spread, spread_on_device
 from softsieve.integrations.vllm.building import TOKENS
@@ -186,13 +187,13 @@ def test_tokens_without_log_probabilities_take_the_calibration_for_them(
 ) -> None:
     made, head, x = make(), make_head(weight), make_states(1, 8)
     asked: list[tuple[int, float]] = []
-    topk = layer.ShardedAdaptiveSoftmax.topk
+    topk = ShardedAdaptiveSoftmax.topk
 
     def noted(self: Any, x: Tensor, k: int) -> TopK:
         asked.append((k, self.eps))
         return topk(self, x, k)
 
-    monkeypatch.setattr(layer.ShardedAdaptiveSoftmax, "topk", noted)
+    monkeypatch.setattr(ShardedAdaptiveSoftmax, "topk", noted)
     for needs in ([Need(1)], [Need(1, shown=True)], [Need(5)]):
         batch(*needs)
         made(head, x)
