@@ -221,17 +221,20 @@ def _shards(
 def _calibrate(
     shard: AdaptiveSoftmax, states: Tensor, errors: dict[int, float], seed: int, progress: ProgressCallback
 ) -> None:
-    """Build the index of some rows with a half of the states, and calibrate every k for its error with the others."""
+    """Build the index of some rows with a quarter of the states, and calibrate every k for its error with the others.
+
+    The more states decide, the more of them may be wrong, and the narrower margins are: the basis takes fewer.
+    """
     generator = torch.Generator().manual_seed(seed)
-    mixed, half = torch.randperm(len(states), generator=generator).to(states.device), len(states) // 2
+    mixed, few = torch.randperm(len(states), generator=generator).to(states.device), len(states) // 4
 
     def steps(count: int) -> ProgressCallback:
         return lambda what, share: progress(what, share * count / (len(errors) + 1))
 
-    shard.build(states[mixed[:half]], progress=steps(1))
+    shard.build(states[mixed[:few]], progress=steps(1))
     for error in sorted(set(errors.values())):
         shard.eps, ks = error, [k for k in errors if errors[k] == error]
-        shard.calibrate(states[mixed[half:]], ks, generator=generator, progress=steps(len(ks)))
+        shard.calibrate(states[mixed[few:]], ks, generator=generator, progress=steps(len(ks)))
 
 
 def _errors(ks: list[int], eps: float) -> dict[int, float]:
