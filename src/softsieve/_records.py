@@ -89,4 +89,13 @@ def write_text(path: Path, text: str) -> None:
 def write_record(path: Path, suite: str, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
     """Write the results of a suite with their provenance, all or nothing."""
     record = {"suite": suite, "settings": dict(settings), "provenance": provenance(), "results": list(results)}
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(_without_nan(record), indent=1) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null for what was not measured: JSON has no NaN, and readers refuse it."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and value != value else value

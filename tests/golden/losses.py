@@ -80,7 +80,7 @@ def _kernel_answers() -> Iterator[tuple[str, Tensor]]:
     names = ("loss", "threshold", "kept", "lse", "norm", "share", "margin")
     for reduction in REDUCTIONS:
         by_triton, valid = cross_entropy_triton.forward(logits, target, weight, 0.1, -100, reduction)
-        yield f"triton/{reduction}/valid", valid
+        yield f"triton/{reduction}/valid", valid.bool()
         by_torch = cross_entropy_torch.forward(logits, target, weight, 0.1, -100, reduction)
         for kernel, outputs in ((cross_entropy_triton, by_triton), (cross_entropy_torch, by_torch)):
             kind = kernel.__name__.rpartition("_")[-1]
