@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -109,6 +109,19 @@ def test_no_host_synchronisation() -> None:
         as_multilabel_loss(logits, logits.detach() > 1, against=against).backward()  # type: ignore[no-untyped-call]
 
 
+def captured_step(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a step that was taken some times before, and what the step returns in it."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    return graph, loss
+
+
 def test_capturable_in_a_graph() -> None:
     logits = torch.randn(64, 50, device="cuda", requires_grad=True)
     target = torch.randint(50, (64,), device="cuda")
@@ -119,14 +132,7 @@ def test_capturable_in_a_graph() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    graph, loss = captured_step(step)
     with torch.no_grad():
         logits.copy_(torch.randn_like(logits))
     graph.replay()
@@ -150,14 +156,7 @@ def test_a_small_linear_layer_reads_nothing_on_the_host_and_is_capturable(dtype:
         (3 * loss).backward()  # type: ignore[no-untyped-call]
         return loss
 
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    graph, loss = captured_step(step)
     captured = hidden.grad, weight.grad
     with torch.no_grad():
         hidden.copy_(torch.randn_like(hidden))
