@@ -15,6 +15,8 @@ from softsieve.training.steps import MOST_GRAPHS
 
 ForwardPass = Callable[..., tuple[Tensor, ...]]
 
+FEWEST = 32  # rows of a pass that is recorded: fewer take as long
+
 
 class Judge(Protocol):
     """Who knows what logits mean; a `softsieve.tasks.Task` does."""
@@ -40,7 +42,7 @@ class Evaluator:
         self._kept = {id(rows): self._make_forward_pass(rows) for rows in keep}
 
     def _make_forward_pass(self, rows: Rows) -> ForwardPass:
-        """Forward pass over some rows; every call has the same number of them."""
+        """Forward pass over some rows."""
         replica = self.replica
 
         def forward(positions: int | None, judged: bool, index: Tensor) -> tuple[Tensor, ...]:
@@ -49,7 +51,12 @@ class Evaluator:
                 shown = row.loss.float(), row.margin
                 return (*shown, replica.decide(self.judge.decide, logits)) if judged else shown
 
-        return Graphed(forward, limit=MOST_GRAPHS) if replica.graphs else forward
+        return Graphed(forward, limit=3 * MOST_GRAPHS) if replica.graphs else forward
+
+    def _filled(self, rows: int) -> int:
+        """Rows that a recorded pass over so many is filled up to: powers of two, which soon all have graphs."""
+        power: int = 1 << (rows - 1).bit_length()
+        return min(self.batch_size, max(FEWEST, power))
 
     def screen(self, rows: Rows, index: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and margins of the rows ``index``, in their order."""
@@ -65,7 +72,7 @@ class Evaluator:
         parts = []
         with replica.in_eval_mode():
             for some in torch.split(index, size):
-                share, _ = replica.share(some, size if replica.graphs else 0)
+                share, _ = replica.share(some, self._filled(len(some)) if replica.graphs else 0)
                 positions = rows.positions(some, rounded=True) if replica.graphs else None
                 outputs = forward(positions, judged, index=share.to(replica.device) if replica.graphs else share)
                 if replica.ranks > 1 and outputs[-1].ndim > 1:  # processes may have cut their part differently
