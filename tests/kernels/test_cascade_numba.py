@@ -266,13 +266,15 @@ def estimated(rows: int, margin: float) -> Estimates:
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 3000, ALONE + 1500])
 @pytest.mark.parametrize("threshold", [-1e9, 0.5, 1.5, 2.5, 1e9], ids=["all", "most", "some", "few", "none"])
-def test_select_rows(rows: int, threshold: float) -> None:
-    """In order, whatever blocks are left out."""
+@pytest.mark.parametrize("alone", [0, ALONE], ids=["threads", "one thread or threads"])
+def test_select_rows(rows: int, threshold: float, alone: int) -> None:
+    """In order, whatever blocks are left out, and whoever chooses them."""
     case = estimated(rows, 0.01)
-    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[2:])
+    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[2:], alone)
     wanted = np.flatnonzero(case.estimates[:rows] + np.float32(0.01) * case.spread >= np.float32(threshold))
     assert (wanted.size == rows, wanted.size == 0) == (threshold == -1e9, threshold == 1e9) or rows == 1
-    assert estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper) == wanted.size
+    counted = estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper, alone)
+    assert counted == wanted.size
     assert count == wanted.size
     np.testing.assert_array_equal(case.rows[:count], wanted)
     np.testing.assert_array_equal(case.values[:count], case.estimates[wanted])

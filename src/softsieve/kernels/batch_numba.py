@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from softsieve.kernels.base_numba import BLOCK, jit_fast_stage, jit_parallel_stage, jit_stage, jit_workers
+from softsieve.kernels.base_numba import BLOCK, jit_fast_stage, jit_parallel_stage, jit_stage, jit_workers, prefetch_row
 from softsieve.kernels.cascade_numba import Found, Index, Plan, Scratch, Usual, ask
 from softsieve.kernels.quantised_numba import exact_row
 from softsieve.kernels.rows_numba import SPREADS, add_columns, project
@@ -89,6 +89,8 @@ def _estimate_together(columns: Any, base: Any, y: Any, offsets: Any, estimates:
     """Estimate all rows for several queries: a block of codes is read once, and stays in the first cache for all."""
     for b in prange(columns.shape[0]):
         start, stop = b * BLOCK, min((b + 1) * BLOCK, rows)
+        if b + 1 < columns.shape[0]:
+            prefetch_row(columns, b + 1, 0, y.shape[1] * BLOCK)
         for i in range(y.shape[0]):
             values = estimates[i, start:stop]
             _start_block(offsets[i], base[start:stop], values)

@@ -246,10 +246,14 @@ def count_survivors(
     spreads, slack = codes.spreads[preview.which], lowered + 1e-6 * abs(preview.shift)
     aim = plan.level if plan.level > -np.inf else min(_aim(preview.best, attained), preview.floor)
     threshold = aim - slack
-    count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends)
+    count = estimates.count_rows(
+        scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.alone
+    )
     if count < plan.k:  # the k best estimates are sure to
         threshold = min(preview.best, preview.floor) - slack
-        count = estimates.count_rows(scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends)
+        count = estimates.count_rows(
+            scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.alone
+        )
     return count, threshold
 
 
@@ -266,7 +270,7 @@ def select_survivors(
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
         scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
-        scratch.marks, scratch.rows, scratch.values, scratch.spreads,
+        scratch.marks, scratch.rows, scratch.values, scratch.spreads, scratch.alone,
     )  # fmt: skip
     total, corrected = estimates.sum_exponentials(
         scratch.values[:count], scratch.spreads[:count], errors, preview.shift

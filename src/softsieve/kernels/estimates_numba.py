@@ -22,10 +22,14 @@ from softsieve.kernels.base_numba import (
     kth_largest,
     larger,
     largest_of,
+    prefetch_row,
     trailing_zeros,
 )
 from softsieve.kernels.rows_numba import add_columns
 
+COLUMNS = 4  # of the next block that are asked for at once, while as many of this one are multiplied
+PARTS = 8  # of all rows that threads choose survivors of
+CHOICE = 8  # what choosing takes for a row, in entries of a code
 _TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
 
 
@@ -163,14 +167,19 @@ def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
 
 @jit_fast_stage
 def _estimate_block(
-    columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
+    columns: Any, b: int, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
 ) -> Any:
     """Estimate a block of rows; return the largest estimate and upper end, and the sums over e^largest."""
+    own, following = columns[b], columns[min(b + 1, columns.shape[0] - 1)]
     if known == 0:
         values[:] = offset
         for i in range(base.size):
             values[i] += np.float32(base[i])
-    add_columns(columns[known : y.size], y[known:], values)
+    for j in range(known, y.size, COLUMNS):
+        some = slice(j, min(j + COLUMNS, y.size))
+        for column in range(some.start, some.stop):
+            prefetch_row(following, column, 0, BLOCK)
+        add_columns(own[some], y[some], values)
     largest = largest_of(values)
     total, corrected = sum_exponentials(values, spreads, errors, largest)
     return largest, _highest_upper(values, spreads, errors), total, corrected
@@ -190,13 +199,13 @@ def estimate_rows(
         for b in range(totals.size):
             start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
-                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
+                columns, b, known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
             )
     else:
         for b in prange(totals.size):
             start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
-                columns[b], known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
+                columns, b, known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
             )
 
 
@@ -251,13 +260,23 @@ def count_reaching(values: Any, spreads: Any, errors: Errors, threshold: float) 
 
 
 @jit_stage
-def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any) -> int:
+def _count_block(b: int, estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any) -> int:
+    if upper[b] < np.float32(threshold):
+        return np.int64(0)
+    start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+    return count_reaching(estimates[start:stop], spreads[start:stop], errors, threshold)
+
+
+@jit_parallel_stage
+def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, alone: int = ALONE) -> int:
     """Count the rows that `select_rows` would find."""
-    total, bound = 0, np.float32(threshold)
-    for b in range(upper.size):
-        if upper[b] >= bound:
-            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
-            total += count_reaching(estimates[start:stop], spreads[start:stop], errors, threshold)
+    total = np.int64(0)
+    if CHOICE * spreads.size <= alone:
+        for b in range(upper.size):
+            total += _count_block(b, estimates, spreads, errors, threshold, upper)
+    else:
+        for b in prange(upper.size):
+            total += _count_block(b, estimates, spreads, errors, threshold, upper)
     return total
 
 
@@ -291,18 +310,45 @@ def _select_block(
 
 
 @jit_stage
+def _select_part(
+    first: int, last: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
+    marks: Any, rows: Any, values: Any, spreads: Any,
+) -> int:  # fmt: skip
+    """Write rows of some blocks that reach the threshold, from the place of the first block on; return how many."""
+    bound, start, place = np.float32(threshold), np.intp(first * BLOCK), np.intp(first * BLOCK)
+    for b in range(first, last):
+        if upper[b] >= bound:
+            place += _select_block(b, place, estimates, all_spreads, errors, threshold, marks, rows, values, spreads)
+    return place - start
+
+
+@jit_parallel_stage
 def select_rows(
     estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
-    marks: Any, rows: Any, values: Any, spreads: Any,
+    marks: Any, rows: Any, values: Any, spreads: Any, alone: int = ALONE,
 ) -> int:  # fmt: skip
     """Write rows whose upper ends reach the threshold to the front of ``rows``, in order; return how many.
 
-    Blocks whose ``upper`` end does not reach it are passed over. That leaves few, for which one thread is enough.
+    Blocks whose ``upper`` end does not reach it are passed over. One thread does the work for rows that stand for up
+    to ``alone`` entries.
     """
-    bound, total = np.float32(threshold), np.intp(0)
-    for b in range(upper.size):
-        if upper[b] >= bound:
-            total += _select_block(b, total, estimates, all_spreads, errors, threshold, marks, rows, values, spreads)
+    if CHOICE * all_spreads.size <= alone:
+        return _select_part(
+            0, upper.size, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
+        )
+    share, counts = -(-upper.size // PARTS), np.zeros(PARTS, np.int64)
+    for part in prange(PARTS):
+        first, last = part * share, min((part + 1) * share, upper.size)
+        if first < last:
+            counts[part] = _select_part(
+                first, last, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
+            )
+    total = counts[0]
+    for part in range(1, PARTS):  # close the gaps between the parts
+        start = part * share * BLOCK
+        for r in range(start, start + counts[part]):
+            rows[total], values[total], spreads[total] = rows[r], values[r], spreads[r]
+            total += 1
     return total
 
 

@@ -86,10 +86,10 @@ def _group_sums(x: Any, groups: int) -> Any:
 
 
 @jit_fast_stage
-def _some_plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
+def _some_plain_rows(weight: Any, x: Any, rows: Any, first: int, last: int, out: Any) -> None:
     size = weight.shape[1] * weight.itemsize
     ahead = max(1, AHEAD // size)
-    for r in range(rows.size):
+    for r in range(first, last):
         if r + ahead < rows.size:
             prefetch_row(weight, rows[r + ahead], 0, size)
         out[r] = exact_row(weight[rows[r]], x)
@@ -98,20 +98,19 @@ def _some_plain_rows(weight: Any, x: Any, rows: Any, out: Any) -> None:
 @jit_parallel_stage
 def _plain_rows(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
     if rows.size * x.size <= alone:
-        _some_plain_rows(weight, x, rows, out)
+        _some_plain_rows(weight, x, rows, 0, rows.size, out)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
-            _some_plain_rows(weight, x, rows[some], out[some])
+            _some_plain_rows(weight, x, rows, number * TOGETHER, min((number + 1) * TOGETHER, rows.size), out)
 
 
 @jit_fast_stage
 def _some_quantised_rows(
-    codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, sums: Any, rows: Any, out: Any
+    codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, sums: Any, rows: Any, first: int, last: int, out: Any
 ) -> None:
     size = codes.shape[1]
     ahead = max(1, AHEAD // size)
-    for r in range(rows.size):
+    for r in range(first, last):
         if r + ahead < rows.size:
             prefetch_row(codes, rows[r + ahead], 0, size)
             prefetch_row(scales, rows[r + ahead], 0, scales.shape[1] * scales.itemsize)
@@ -127,11 +126,11 @@ def _quantised_rows(
 ) -> None:
     sums = _group_sums(x, minimums.shape[1])
     if rows.size * x.size <= alone:
-        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, out)
+        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, 0, rows.size, out)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
-            _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows[some], out[some])
+            first, last = number * TOGETHER, min((number + 1) * TOGETHER, rows.size)
+            _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, first, last, out)
 
 
 @jit_stage

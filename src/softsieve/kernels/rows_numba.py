@@ -19,6 +19,7 @@ from softsieve.kernels.base_numba import (
     jit_fast,
     jit_fast_stage,
     jit_parallel_stage,
+    prefetch,
     prefetch_row,
 )
 from softsieve.kernels.quantised_numba import exact_row, row_products
@@ -69,12 +70,16 @@ def _code_row(codes: Any, y: Any) -> Any:
 
 
 @jit_fast_stage
-def _add_some(records: Any, tier: int, part: Any, rows: Any, start: int, out: Any, spreads: Any) -> None:
+def _add_some(
+    records: Any, tier: int, part: Any, rows: Any, first: int, last: int, start: int, out: Any, spreads: Any
+) -> None:
     stop = start + part.size
     ahead = max(1, AHEAD // part.size)
-    for r in range(rows.size):
-        if r + ahead < rows.size:
+    for r in range(first, last):
+        if r + ahead < rows.size:  # also beyond the last of these: who reads that next waits for nothing
             prefetch_row(records, rows[r + ahead], start, stop)
+            if start:  # its spread
+                prefetch(records, np.intp(rows[r + ahead]), 0)
         record = records[rows[r]]
         out[r] += _code_row(record[start:stop], part)
         spreads[r] = np.float32(np.uint8(record[tier]))
@@ -91,8 +96,8 @@ def add_codes(
     start = SPREADS + low if low else 0
     part = y[start : SPREADS + high]
     if rows.size * (high - low) <= alone:
-        _add_some(records, tier, part, rows, start, out, spreads)
+        _add_some(records, tier, part, rows, 0, rows.size, start, out, spreads)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            some = slice(number * TOGETHER, (number + 1) * TOGETHER)
-            _add_some(records, tier, part, rows[some], start, out[some], spreads[some])
+            first, last = number * TOGETHER, min((number + 1) * TOGETHER, rows.size)
+            _add_some(records, tier, part, rows, first, last, start, out, spreads)
