@@ -639,7 +639,7 @@ def vllm(
 
     console, load = Console(soft_wrap=True, highlight=False), os.getloadavg()[0]
     with one_line():
-        prompts = _prompts(model, index, text, max(*batch, texts), prompt_tokens)
+        prompts = _prompts(model, index, text, max(max(batch) * (repeats + 1), texts), prompt_tokens)
         now = time.process_time if cpu_time else time.perf_counter
         engine = suite.Engine(str(model), eager=eager, index=None if index is None else str(index), now=now)
         results = []

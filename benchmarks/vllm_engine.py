@@ -147,12 +147,12 @@ class Engine:
 
 
 def speed(engine: Engine, prompts: Sequence[Sequence[int]], *, batch: int, tokens: int, repeats: int) -> Result:
-    """Tokens a second of both heads, in turns. Each writes after the same prompts."""
+    """Tokens a second of both heads, in turns. Both write after the same prompts, other ones in every repeat."""
     taken: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
-    asked = [prompts[number % len(prompts)] for number in range(batch)]
     own = engine.layer.adaptive.counters
     answers = own.values()[0]
     for repeat in range(repeats + 1):  # the first pair is not counted
+        asked = [prompts[(repeat * batch + number) % len(prompts)] for number in range(batch)]
         for exactly in (True, False) if repeat % 2 else (False, True):
             with engine.exactly(exactly):
                 engine.write(asked, 1)  # warm

@@ -59,7 +59,7 @@ class Layer:
         scaled = x.detach().reshape(-1, x.shape[-1]).to(self.reader.dtype)
         if self.beta != 1:
             scaled = scaled * self.beta
-        if name is not None and (self.beta != 1 or x.dtype != scaled.dtype):
+        if name is not None and (self.beta != 1 or torch.promote_types(x.dtype, scaled.dtype) != scaled.dtype):
             _checks.finite(name if self.beta == 1 else f"{name} times beta", scaled)
         return scaled
 

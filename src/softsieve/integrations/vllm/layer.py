@@ -187,8 +187,9 @@ class Adaptive:
             self._steps = 0
 
     def _count(self, answer: TopK, drift: list[Any]) -> None:
-        fallbacks = int(answer.exact.sum())
-        self.counters.add(answers=len(answer.exact) - fallbacks, bytes_read=int(answer.bytes_read.sum()))
+        # Sums in numpy, for what `spread` says.
+        fallbacks, bytes_read = int(answer.exact.numpy().sum()), int(answer.bytes_read.numpy().sum())
+        self.counters.add(answers=len(answer.exact) - fallbacks, bytes_read=bytes_read)
         if fallbacks:
             self.counters.add_exact(Reason.DRIFT if drift else Reason.EXPENSIVE, fallbacks)
         self._answered += len(answer.exact)
