@@ -1,4 +1,4 @@
-"""Rows of a pass that is recorded: filled up to few different numbers, and cut off again."""
+"""Rows of a pass: filled up to few different numbers where it is recorded, fewer on a CPU where each has much."""
 
 from __future__ import annotations
 
@@ -37,3 +37,23 @@ def test_recorded_passes_are_over_powers_of_two(rows: int, shapes: list[int], mo
     assert seen == shapes
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_batch_on_a_cpu_has_no_more_inputs_than_stay_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = points(300)
+    made = trainer(data, eval_batch_size=100)
+    seen: list[int] = []
+    expected, batch = made.evaluator.screen(data, torch.arange(300)), data.batch
+
+    def noted(index: Tensor, **options: Any) -> Any:
+        seen.append(len(index))
+        return batch(index, **options)
+
+    monkeypatch.setattr(data, "batch", noted)
+    for numbers, rows in ((10**6, 100), (40 * data.inputs["features"][0].numel(), 40), (1, 1)):
+        seen.clear()
+        monkeypatch.setattr(module, "NUMBERS", numbers)
+        found = made.evaluator.screen(data, torch.arange(300))
+        assert set(seen[:-1]) == {rows} and sum(seen) == 300
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
