@@ -179,7 +179,68 @@ def test_evaluation_without_logits_is_cross_entropy(monkeypatch: pytest.MonkeyPa
     outputs = model(**batch)
     assert seen == []
     torch.testing.assert_close(outputs.loss, expected)
-    assert outputs.logits.argmax(-1).shape == (2, 7)
+    logits = outputs.logits.float()
+    assert (tuple(logits.shape), logits.size(1), len(logits), logits.dtype) == ((2, 7, VOCABULARY), 7, 2, torch.float32)
+    assert logits.to(torch.float16).dtype == torch.float16
+    assert seen == []
+    assert logits.argmax(-1).shape == torch.argmax(logits, dim=2).shape == (2, 7)
+    assert {rows for rows, _ in seen} == {14}  # in products of rows
+
+
+def test_logits_of_an_evaluation_are_there_when_they_are_used() -> None:
+    model, batch = llama(), batch_of()
+    dense = model.eval()(**batch).logits
+    accelerate_loss(model, evaluate=True)
+
+    def logits() -> Any:
+        return model(**batch).logits
+
+    assert isinstance(logits(), Tensor)
+    for work in (
+        torch.detach, torch.clone, torch.isfinite, lambda x: x[0, 1:], lambda x: x.softmax(-1), lambda x: x.to("cpu"),
+        lambda x: torch.cat([x, x]), lambda x: x.argmax(0), lambda x: x.argmax(-1, keepdim=True), lambda x: 2 - x,
+        lambda x: x.to(torch.float64) + 1, lambda x: torch.stack(list(x)), lambda x: x.half(),
+        lambda x: F.cross_entropy(x.flatten(0, 1), batch["input_ids"].flatten()),
+    ):  # fmt: skip
+        found = work(logits())
+        assert type(found) is Tensor
+        torch.testing.assert_close(found, work(dense), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits().entropy(), -(dense.softmax(-1) * dense.log_softmax(-1)).sum(-1))
+    changed = logits()
+    changed[..., 3] = 7.0
+    changed.mul_(2)
+    assert float(changed.amax()) == 14.0
+    model.zero_grad(set_to_none=True)
+    logits().sum().backward()
+    assert model.lm_head.weight.grad is not None
+    with torch.no_grad():
+        made_later = logits()
+    assert not made_later.softmax(-1).requires_grad
+    assert made_later.numpy().shape == dense.shape
+
+
+def test_a_tuple_of_outputs_has_tensors_too() -> None:
+    model, batch = llama(), batch_of()
+    _, dense, *_ = model.eval()(**batch, return_dict=False)
+    for evaluate, expected in ((True, dense), ("tokens", dense.argmax(-1))):
+        accelerate_loss(model, evaluate=evaluate)
+        _, found, *_ = model(**batch, return_dict=False)
+        torch.testing.assert_close(found + 0, expected)
+        restore_loss(model)
+
+
+def test_evaluation_in_a_compiled_model() -> None:
+    model, batch = llama(), batch_of()
+    dense = model.eval()(**batch)
+    for evaluate, expected in ((True, dense.logits), ("tokens", dense.logits.argmax(-1))):
+        torch.compiler.reset()
+        accelerate_loss(model, evaluate=evaluate)
+        whole = evaluate == "tokens"
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=whole)
+        found = compiled(**batch)
+        torch.testing.assert_close(found.loss, dense.loss)
+        torch.testing.assert_close(found.logits + 0, expected, rtol=1e-5, atol=1e-5)
+        restore_loss(model)
 
 
 @pytest.mark.parametrize("items", [5, torch.tensor(23)])

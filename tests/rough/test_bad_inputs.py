@@ -883,7 +883,7 @@ EXEMPT = {
         RESULTS,
     ),
     "AdaptiveHead": "made by accelerate_head",
-    **dict.fromkeys(("CausalLoss", "LazyLogits"), "made by accelerate_loss"),
+    **dict.fromkeys(("CausalLoss", "DeferredLogits", "LazyLogits"), "made by accelerate_loss"),
     "ASTrainerMixin": "ASTrainer is it",
     "hold_out": "the readers call it with what they have checked",
     "with_validation": "the readers call it with what they have checked",

@@ -20,6 +20,7 @@ from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, own_loss, probe
 from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.deferred_logits import defer
 from softsieve.integrations.hidden_states import layer_of
 from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
@@ -38,8 +39,8 @@ class CausalLoss:
 
     Attributes:
         delta: margin of the loss in training, in [0, 1]; may be changed at any time. In evaluation it is 1.
-        evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a `LazyLogits`
-            there, too, or with ``"tokens"`` the predicted tokens.
+        evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a
+            `DeferredLogits` there, or with ``"tokens"`` the predicted tokens.
         stats: `LinearASStats` of the latest batch, one entry for each label as the loss got them.
         counted: which of these labels were not ignored.
 
@@ -211,9 +212,7 @@ class ModelForward:
             return fused_outputs(self, args, options)
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
-        if not training and loss.evaluates == "tokens" and isinstance(outputs, dict):
-            outputs["logits"] = outputs["logits"].argmax(-1)
-        return outputs
+        return outputs if training else _evaluated(outputs, loss.evaluates)
 
     def follow(self) -> None:
         """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
@@ -280,6 +279,21 @@ def _check_shape(labels: Tensor | None, positions: torch.Size) -> None:
     raise InputError(f"labels: expected {tuple(positions)}, one for each position, found {tuple(labels.shape)}")
 
 
+def _evaluated(outputs: Any, evaluates: bool | str) -> Any:
+    """The outputs of an evaluation with tensors in them alone: predicted tokens, or logits that are made when used."""
+
+    def tensor_of(value: Any) -> Any:
+        if not isinstance(value, LazyLogits):
+            return value
+        return value.argmax(-1) if evaluates == "tokens" else defer(value)
+
+    if not isinstance(outputs, dict):
+        return tuple(tensor_of(value) for value in outputs)
+    for name, value in outputs.items():
+        outputs[name] = tensor_of(value)
+    return outputs
+
+
 def _classes(layer: Any) -> int:
     inner = own_layer(layer)
     return len((inner.get_base_layer() if has_lora(inner) else inner).weight)
@@ -341,8 +355,9 @@ def accelerate_loss(
         backend: that of `linear_as_cross_entropy`.
         memory: also its: bytes that the loss may take beyond states and gradients. On a GPU more makes it faster, most
             where the logits of a batch fit, in the dtype of the pass.
-        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With
-            ``"tokens"`` the predicted tokens stand in ``outputs.logits``, for a ``compute_metrics``.
+        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With True
+            ``outputs.logits`` is a tensor that is made when something first needs it (`DeferredLogits`), with
+            ``"tokens"`` the predicted tokens stand there, for a ``compute_metrics`` that needs no more.
 
     Returns:
         What may be changed while training, and tells of the batches. The model is left as it was if anything is wrong.

@@ -62,8 +62,9 @@ class ASLossCallback(TrainerCallback):
         initial_delta: margin at the start.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
         backend, memory: those of `accelerate_loss`.
-        evaluate: whether evaluations within training do without logits, too: True where only their loss is asked for,
-            ``"tokens"`` with a ``compute_metrics``, which then gets predicted tokens.
+        evaluate: whether evaluations within training do without logits, too. With True they are made where the trainer
+            asks for more than the loss: for ``compute_metrics`` (after ``preprocess_logits_for_metrics``) and
+            ``predict``. With ``"tokens"`` these get predicted tokens instead, ``preprocess_logits_for_metrics``, too.
 
     Raises:
         InputError: when training starts, as `accelerate_loss` does; after the first step when the trainer has not asked
