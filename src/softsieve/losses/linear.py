@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks, reference
 from softsieve.kernels import linear as kernel
-from softsieve.kernels import linear_rows, stepped
+from softsieve.kernels import linear_ready, linear_rows, stepped
 from softsieve.kernels.cross_entropy import HAS_TRITON, needs_op
 from softsieve.kernels.cross_entropy_torch import check_labels
 from softsieve.kernels.linear_types import FEWEST, Options, Stepper, Targets
@@ -223,7 +223,7 @@ def _held() -> Any:
 def _differentiable(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Any]:
-    """The loss and what is known of the rows, by the module that holds logits where those of enough rows fit.
+    """The loss and what is known of the rows, by a module that holds logits where those of enough rows fit.
 
     A margin that is the same for all rows may be a plain number, which to write on a GPU takes a launch.
     """
@@ -239,7 +239,11 @@ def _differentiable(
             found = _held().linear_as_cross_entropy(*layer, targets, options, height=height)
             return found
     targets = _with_margins(targets)
-    way = linear_rows if plain and wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+    way: Any = kernel
+    if wanted and torch.compiler.is_compiling() and linear_ready.serves(hidden, weight, options):
+        way = linear_ready
+    elif plain and wanted and linear_rows.block_rows(hidden, weight, options):
+        way = linear_rows
     found = way.linear_as_cross_entropy(*layer, targets, options)
     return found
 
