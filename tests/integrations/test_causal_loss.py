@@ -21,6 +21,8 @@ import transformers
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.lazy_logits import LazyLogits
+from softsieve.kernels import linear_ready
+from tests.helpers import count_calls
 from tests.integrations.architectures import NAMES, VOCABULARY, make, make_with_pictures
 
 Batch = dict[str, Tensor]
@@ -350,6 +352,22 @@ def test_memory_is_that_of_the_loss() -> None:
     with pytest.raises(ValueError, match="memory: expected at least"):
         accelerate_loss(model, delta=1.0, memory=1)
     same(step(model, batch), dense, 0.0)
+
+
+def test_logits_are_held_in_a_compiled_model_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = count_calls(linear_ready, "forward", monkeypatch)
+    model, batch = llama(), batch_of()
+    dense = step(model, batch)
+    for memory in (None, 10**9):
+        torch.compiler.reset()
+        accelerate_loss(model, delta=1.0, memory=memory)
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model.zero_grad(set_to_none=True)
+        loss = compiled(**batch).loss
+        loss.backward()
+        same((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}), dense)
+        assert len(runs) == (memory is not None)
+        restore_loss(model)
 
 
 def test_summary_tells_of_the_batches() -> None:

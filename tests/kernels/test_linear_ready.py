@@ -16,7 +16,7 @@ from softsieve import linear_as_cross_entropy, reference
 from softsieve.kernels import linear, linear_ready, linear_rows
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.linear_types import NUMBERS, Options
-from tests.helpers import IGNORED
+from tests.helpers import IGNORED, count_calls
 from tests.kernels.test_linear_rows import CLASSES, MEMORY, OPTIONS, ROWS, make_layer
 
 DEVICES = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -37,19 +37,6 @@ def layer(way: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple
     hidden, weight, bias, target = make_layer(torch.float64, **options)
     leaves = (x.detach().to(DEVICES[way], dtype).requires_grad_() for x in (hidden, weight, bias))
     return *leaves, target.to(DEVICES[way])  # type: ignore[return-value]
-
-
-def counted(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What gets an entry for each call of a function."""
-    runs: list[str] = []
-    function = getattr(module, name)
-
-    def spy(*args: Any) -> Any:
-        runs.append(name)
-        return function(*args)
-
-    monkeypatch.setattr(module, name, spy)
-    return runs
 
 
 def compiled(way: str, weight: Tensor, target: Tensor, *, compiler: Any = "aot_eager", **options: Any) -> Any:
@@ -96,7 +83,7 @@ def test_a_run_that_does_not_hold_logits_has_the_same_outputs(way: str, monkeypa
     if way == "triton":
         monkeypatch.setattr("softsieve.kernels.linear_held.choose", lambda *_: 0)
     monkeypatch.setattr(linear_rows, "block_rows", lambda *_: 0)
-    runs = counted(linear, "backward", monkeypatch)
+    runs = count_calls(linear, "backward", monkeypatch)
     for ours, other in zip(held, run(), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-6)
     assert runs == ["backward"]
@@ -122,7 +109,7 @@ def test_logits_are_held_in_the_memory_that_is_allowed(compiler: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_only_wanted_gradients_are_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = counted(linear_ready, "forward", monkeypatch)
+    runs = count_calls(linear_ready, "forward", monkeypatch)
     hidden, weight, bias, target = layer(way)
     for leaf in (hidden, weight, bias):
         for other in (hidden, weight, bias):
@@ -138,7 +125,7 @@ def test_only_wanted_gradients_are_made(way: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_must_wait_for_their_factors_go_the_other_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = counted(linear_ready, "forward", monkeypatch)
+    runs = count_calls(linear_ready, "forward", monkeypatch)
     hidden, weight, _, target = layer(way)
     factor = torch.linspace(0, 2, ROWS, device=hidden.device)
     function = compiled(way, weight, target, reduction="none", return_stats=False)
@@ -161,17 +148,19 @@ def test_all_ignored_is_zero_with_gradients(way: str) -> None:
         assert not leaf.grad.any()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_half_precision(way: str) -> None:
-    """In bf16 (fp16 on a CPU by the interpreter, which is wrong for bf16) as good as without held logits."""
-    dtype = torch.bfloat16 if way == "torch" or DEVICES[way] == "cuda" else torch.float32
-    hidden, weight, _, target = layer(way, dtype, lift=0.0)
-    wide = [x.detach().double().cpu().requires_grad_() for x in (hidden, weight)]
-    truth = torch.autograd.grad(reference.linear_as_cross_entropy(wide[0], wide[1], target.cpu(), delta=1.0) / 3, wide)
-    loss, _ = compiled(way, weight, target, delta=1.0)(hidden)
+def test_half_precision() -> None:
+    """Gradients in bf16, and a factor that is not rounded to it."""
+    hidden, weight, _, target = layer("torch", lift=0.0)
+    options: dict[str, Any] = {"delta": 1.0, "reduction": "sum"}
+    function = compiled("torch", weight, target, return_stats=False, **options)
+    wide = [x.detach().bfloat16().double().requires_grad_() for x in (hidden, weight)]
+    truth = torch.autograd.grad(reference.linear_as_cross_entropy(wide[0], wide[1], target, **options) / 3, wide)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = function(hidden)
     for grad, true in zip(torch.autograd.grad(loss / 3, [hidden, weight]), truth, strict=True):
-        assert grad.dtype == dtype
-        assert float((grad.cpu().double() - true).norm() / true.norm()) < 2 * torch.finfo(dtype).eps
+        assert torch.equal(grad, grad.bfloat16().float())
+        assert float((grad - true).norm() / true.norm()) < torch.finfo(torch.bfloat16).eps
+        assert float((grad * true).sum() / (true * true).sum()) == pytest.approx(1, abs=5e-4)
 
 
 def test_other_numbers_of_rows_are_compiled_once() -> None:

@@ -139,7 +139,7 @@ def linear_as_cross_entropy(
             rows whose logits fit have their gradients made in the forward pass, while the logits are there: three
             products of matrices instead of four, which pays where many rows are dense. On a CPU that is done where it
             is told how much to take; on a GPU where most rows are dense, or the layer is small. With most rows dense,
-            512 MB save a seventh to a quarter of the time.
+            512 MB save a seventh to a quarter of the time. In `torch.compile` a large layer on a GPU must be told, too.
         return_stats: also return `LinearASStats`.
 
     Shape:
