@@ -130,9 +130,8 @@ def test_gradients_that_must_wait_for_their_factors_go_the_other_way(way: str, m
     factor = torch.linspace(0, 2, ROWS, device=hidden.device)
     function = compiled(way, weight, target, reduction="none", return_stats=False)
     eager = linear_as_cross_entropy(hidden, weight, target, reduction="none", backend=way)
-    torch.testing.assert_close(
-        torch.autograd.grad(function(hidden), hidden, factor), torch.autograd.grad(eager, hidden, factor)
-    )
+    ours, other = (torch.autograd.grad(loss, hidden, factor)[0] for loss in (function(hidden), eager))
+    torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-6)
     assert runs == []
 
 

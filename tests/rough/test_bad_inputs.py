@@ -442,6 +442,7 @@ ENTRIES: dict[str, Entry] = {
             "bias": "flag",
             "class_weight": "factor",
             "softcap": "number",
+            "memory": "size",
             "backend": "choice",
             "return_stats": "flag",
         },

@@ -303,7 +303,8 @@ class LinearASCrossEntropyLoss(nn.Module):
         delta: margin in [0, 1]. May be changed while training.
         bias: whether the layer has one.
         class_weight: weight of each class, ``(C,)``; moves with the module.
-        ignore_index, reduction, softcap, backend, return_stats: as there.
+        ignore_index, reduction, softcap, backend, memory, return_stats: as there. Memory that is too little for the
+            rows of a batch is refused when that comes, with what it needs.
         device, dtype: of the parameters.
 
     Shape:
@@ -322,7 +323,7 @@ class LinearASCrossEntropyLoss(nn.Module):
     def __init__(
         self, in_features: int, num_classes: int, delta: float = 0.1, *, bias: bool = False,
         class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-        softcap: float | None = None, backend: str = "auto", return_stats: bool = False,
+        softcap: float | None = None, backend: str = "auto", memory: int | None = None, return_stats: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -335,13 +336,15 @@ class LinearASCrossEntropyLoss(nn.Module):
         self.register_buffer("class_weight", class_weight)
         self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
         self.ignore_index, self.reduction, self.backend = ignore_index, reduction, backend
-        self.return_stats = return_stats
+        if memory is not None:
+            _checks.whole_number("memory", memory, 1, 2**62)
+        self.memory, self.return_stats = memory, return_stats
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LinearASStats]:
         return linear_as_cross_entropy(
             hidden, self.weight, target, bias=self.bias, delta=self.delta, ignore_index=self.ignore_index,
             reduction=self.reduction, class_weight=self.class_weight, softcap=self.softcap, backend=self.backend,
-            return_stats=self.return_stats,
+            memory=self.memory, return_stats=self.return_stats,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
