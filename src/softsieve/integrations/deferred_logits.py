@@ -23,7 +23,8 @@ class DeferredLogits(Tensor):
 
     Whatever is done with it is done with the tensor that the model would have returned; where only the loss is asked
     for, that is never made. Sizes, dtype and device are known without, a cast waits as well, and `argmax` and `entropy`
-    have only some rows in memory at a time. The logits are of the model's weights when they are made.
+    have only some rows in memory at a time. The logits are of the model's weights when they are made; processes that
+    have parts of these make logits together.
 
     Example:
         >>> lazy = LazyLogits.of_layer(torch.eye(2), torch.tensor([[4.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
