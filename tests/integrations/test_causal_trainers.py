@@ -378,6 +378,25 @@ def test_predict_gets_logits_or_tokens(tmp_path: Path) -> None:
         assert found.metrics["test_loss"] == pytest.approx(dense.metrics["test_loss"], rel=1e-5)
 
 
+def test_weights_of_tokens_reach_a_callback(tmp_path: Path) -> None:
+    """A column of the data that a Trainer would drop, for the model's own forward does not take it."""
+    datasets = pytest.importorskip("datasets")
+    weights = [[float((place + row) % 3) for place in range(6)] for row in range(ROWS)]
+    weighted = [{**row, "token_weights": some} for row, some in zip(texts(), weights, strict=True)]
+
+    def run(kind: Any, data: Any, **options: Any) -> list[float]:
+        model = make("Llama")
+        trainer = kind(model=model, args=arguments(tmp_path), train_dataset=data, **options)
+        trainer.train()
+        assert kind is ASTrainer or "forward" not in vars(model)
+        return history(trainer, "loss")
+
+    expected = run(ASTrainer, weighted, as_options=ASOptions(delta=1.0))
+    for data in (weighted, datasets.Dataset.from_list(weighted)):
+        assert run(transformers.Trainer, data, callbacks=[ASLossCallback(delta=1.0)]) == pytest.approx(expected)
+    assert run(ASTrainer, texts(), as_options=ASOptions(delta=1.0)) != pytest.approx(expected, rel=1e-3)
+
+
 def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     model = make("Llama")
     with pytest.raises(InputError, match="label_smoothing_factor: expected 0"):

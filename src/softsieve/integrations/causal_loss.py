@@ -175,6 +175,41 @@ def _loss_dtype(logits: LazyLogits) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+def _with_weights(forward: Any) -> inspect.Signature:
+    """The signature of a ``forward`` that takes weights of tokens, too."""
+    signature = inspect.signature(forward)
+    parameters = [*signature.parameters.values()]
+    if WEIGHTS not in signature.parameters:
+        last = parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
+        extra = inspect.Parameter(WEIGHTS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        parameters.insert(len(parameters) - last, extra)
+    return signature.replace(parameters=parameters)
+
+
+class SignedForward:
+    """``forward`` of a model that will have an accelerated loss: it names the weights of tokens, and leaves them out.
+
+    A Trainer asks for the signature before training starts, and drops what is not in it from the data.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.own = model.__dict__.get("forward")
+        self.before = self.own or type(model).forward.__get__(model)
+        self.__signature__ = _with_weights(self.before)
+        model.forward = self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        options.pop(WEIGHTS, None)
+        return self.before(*args, **options)
+
+    def leave(self) -> None:
+        if self.model.__dict__.get("forward") is self:
+            del self.model.forward
+            if self.own is not None:
+                self.model.forward = self.own
+
+
 class ModelForward:
     """``forward`` of a model with an accelerated loss; an object, so that a copy of the model calls the copy."""
 
@@ -182,14 +217,8 @@ class ModelForward:
         self.model, self.loss = model, loss
         self.own = model.__dict__.get("forward")  # what stood there, of another package
         self.before = self.own or type(model).forward.__get__(model)
-        signature = inspect.signature(self.before)
-        names = [*signature.parameters]
-        self.position = names.index("labels")
-        extra = inspect.Parameter(WEIGHTS, inspect.Parameter.KEYWORD_ONLY, default=None)
-        last = signature.parameters[names[-1]].kind == inspect.Parameter.VAR_KEYWORD
-        parameters = [*signature.parameters.values()]
-        parameters.insert(len(parameters) - last, extra)
-        self.__signature__ = signature.replace(parameters=parameters)
+        self.__signature__ = _with_weights(self.before)
+        self.position = [*self.__signature__.parameters].index("labels")
         self.layer: LayerForward | None = None
         self.active = True
 
