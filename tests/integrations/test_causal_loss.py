@@ -385,6 +385,20 @@ def test_summary_tells_of_the_batches() -> None:
     assert loss.summary() == {"tokens": 0}
 
 
+def test_tokens_of_an_evaluation_that_lead_by_the_margin_of_training() -> None:
+    model = llama(initializer_range=1.0)
+    batch = batch_for(model.eval())
+    p, labels = model(**batch).logits[:, :-1].softmax(-1), batch["labels"][:, 1:]
+    own = p.gather(-1, labels[..., None].clamp_min(0))
+    lead = (own - p.scatter(-1, labels[..., None].clamp_min(0), -1).amax(-1, keepdim=True)).squeeze(-1)[labels != -100]
+    for delta in (0.5, 0.1):
+        loss = accelerate_loss(model, delta=delta, evaluate=True)
+        model(**batch)
+        assert loss.summary(training=False)["solved"] == pytest.approx(float((lead > delta).float().mean()))
+        restore_loss(model)
+    assert 0 < (lead > 0.5).sum() < (lead > 0.1).sum() < len(lead)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Bart"])
 def test_weights_of_tokens(name: str) -> None:
     model, batch = make(name), batch_of()

@@ -113,7 +113,8 @@ class CausalLoss:
 
     def _note(self, stats: LinearASStats, counted: Tensor) -> None:
         self.stats, self.counted = stats, counted
-        parts = (counted, stats.right, stats.solved, stats.lse, stats.margin.clamp_min(0))
+        solved = stats.solved if self.training else stats.margin > self.delta  # an evaluation's own delta is 1
+        parts = (counted, stats.right, solved, stats.lse, stats.margin.clamp_min(0))
         sums = torch.stack([part.sum(dtype=torch.float64).detach() for part in parts])
         before = self._totals.get(self.training)
         self._totals[self.training] = sums if before is None else before.to(sums.device) + sums
@@ -135,8 +136,8 @@ class CausalLoss:
 
         Returns:
             ``tokens`` that counted, ``token_accuracy`` (the share whose label has the largest logit), ``solved`` (the
-            share that leads by the margin, whose gradient is 0), mean ``lse`` (log Z) and mean ``margin`` (0 where
-            another token leads). Only ``tokens`` when there were none.
+            share that leads by the margin, whose gradient in training is 0), mean ``lse`` (log Z) and mean ``margin``
+            (0 where another token leads). Only ``tokens`` when there were none.
         """
         sums = self.totals(training=training) if totals is None else totals
         count, right, solved, lse, margin = sums.tolist()
