@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,3 +60,16 @@ def write_weather(folder: Path) -> Path:
             lines.append(f"{' '.join(draw.choices(WORDS[label], k=4))},{label}")
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def count_calls(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What gets an entry for each call of a function."""
+    runs: list[str] = []
+    function = getattr(module, name)
+
+    def spy(*args: Any) -> Any:
+        runs.append(name)
+        return function(*args)
+
+    monkeypatch.setattr(module, name, spy)
+    return runs

@@ -50,6 +50,22 @@ def train(model: Any, inner: Any, seeds: list[int]) -> dict[str, Tensor]:
     return {**whole(inner), "losses": torch.stack(losses)}
 
 
+def evaluated(mesh: Any) -> list[Tensor]:
+    """Logits and predicted tokens of models whose weights are sharded again when the forward pass is over."""
+    made = []
+    for tied in (False, True):
+        model = make("Llama", tie_word_embeddings=tied).eval()
+        made.append(model(**batch_of()).logits.detach())
+        accelerate_loss(model, evaluate=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        with torch.no_grad():
+            made.append(model(**batch_of()).logits.detach())
+            made.append(model(**batch_of()).logits.argmax(-1))
+    with pytest.raises(InputError, match="found it sharded again after the forward pass"):
+        model(**batch_of()).logits.sum()
+    return made
+
+
 def in_two_processes(rank: int) -> Found:
     found: Found = {}
     model = make("Llama")
@@ -69,6 +85,7 @@ def in_two_processes(rank: int) -> Found:
             accelerate_loss(model, delta=0.3)
         assert isinstance(model.lm_head.weight, DTensor)
         found[name] = train(model, model, [rank])
+    found["logits"] = evaluated(mesh)
     model = make("Llama")
     model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
     try:
@@ -95,6 +112,13 @@ def test_two_processes_train_as_one(ranks: list[Found], name: str) -> None:
         assert part[name].keys() == alone.keys()
         for key, weight in alone.items():
             torch.testing.assert_close(part[name][key], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_logits_of_an_evaluation_are_made_of_all_shards(ranks: list[Found]) -> None:
+    for found in ranks:
+        for dense, logits, tokens in (found["logits"][:3], found["logits"][3:]):
+            torch.testing.assert_close(logits, dense)
+            assert torch.equal(tokens, dense.argmax(-1))
 
 
 def test_tensor_parallel_heads_are_refused(ranks: list[Found]) -> None:

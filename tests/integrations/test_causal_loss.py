@@ -21,6 +21,8 @@ import transformers
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.lazy_logits import LazyLogits
+from softsieve.kernels import linear_ready
+from tests.helpers import count_calls
 from tests.integrations.architectures import NAMES, VOCABULARY, make, make_with_pictures
 
 Batch = dict[str, Tensor]
@@ -179,7 +181,68 @@ def test_evaluation_without_logits_is_cross_entropy(monkeypatch: pytest.MonkeyPa
     outputs = model(**batch)
     assert seen == []
     torch.testing.assert_close(outputs.loss, expected)
-    assert outputs.logits.argmax(-1).shape == (2, 7)
+    logits = outputs.logits.float()
+    assert (tuple(logits.shape), logits.size(1), len(logits), logits.dtype) == ((2, 7, VOCABULARY), 7, 2, torch.float32)
+    assert logits.to(torch.float16).dtype == torch.float16
+    assert seen == []
+    assert logits.argmax(-1).shape == torch.argmax(logits, dim=2).shape == (2, 7)
+    assert {rows for rows, _ in seen} == {14}  # in products of rows
+
+
+def test_logits_of_an_evaluation_are_there_when_they_are_used() -> None:
+    model, batch = llama(), batch_of()
+    dense = model.eval()(**batch).logits
+    accelerate_loss(model, evaluate=True)
+
+    def logits() -> Any:
+        return model(**batch).logits
+
+    assert isinstance(logits(), Tensor)
+    for work in (
+        torch.detach, torch.clone, torch.isfinite, lambda x: x[0, 1:], lambda x: x.softmax(-1), lambda x: x.to("cpu"),
+        lambda x: torch.cat([x, x]), lambda x: x.argmax(0), lambda x: x.argmax(-1, keepdim=True), lambda x: 2 - x,
+        lambda x: x.to(torch.float64) + 1, lambda x: torch.stack(list(x)), lambda x: x.half(),
+        lambda x: F.cross_entropy(x.flatten(0, 1), batch["input_ids"].flatten()),
+    ):  # fmt: skip
+        found = work(logits())
+        assert type(found) is Tensor
+        torch.testing.assert_close(found, work(dense), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits().entropy(), -(dense.softmax(-1) * dense.log_softmax(-1)).sum(-1))
+    changed = logits()
+    changed[..., 3] = 7.0
+    changed.mul_(2)
+    assert float(changed.amax()) == 14.0
+    model.zero_grad(set_to_none=True)
+    logits().sum().backward()
+    assert model.lm_head.weight.grad is not None
+    with torch.no_grad():
+        made_later = logits()
+    assert not made_later.softmax(-1).requires_grad
+    assert made_later.numpy().shape == dense.shape
+
+
+def test_a_tuple_of_outputs_has_tensors_too() -> None:
+    model, batch = llama(), batch_of()
+    _, dense, *_ = model.eval()(**batch, return_dict=False)
+    for evaluate, expected in ((True, dense), ("tokens", dense.argmax(-1))):
+        accelerate_loss(model, evaluate=evaluate)
+        _, found, *_ = model(**batch, return_dict=False)
+        torch.testing.assert_close(found + 0, expected)
+        restore_loss(model)
+
+
+def test_evaluation_in_a_compiled_model() -> None:
+    model, batch = llama(), batch_of()
+    dense = model.eval()(**batch)
+    for evaluate, expected in ((True, dense.logits), ("tokens", dense.logits.argmax(-1))):
+        torch.compiler.reset()
+        accelerate_loss(model, evaluate=evaluate)
+        whole = evaluate == "tokens"
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=whole)
+        found = compiled(**batch)
+        torch.testing.assert_close(found.loss, dense.loss)
+        torch.testing.assert_close(found.logits + 0, expected, rtol=1e-5, atol=1e-5)
+        restore_loss(model)
 
 
 @pytest.mark.parametrize("items", [5, torch.tensor(23)])
@@ -291,6 +354,22 @@ def test_memory_is_that_of_the_loss() -> None:
     same(step(model, batch), dense, 0.0)
 
 
+def test_logits_are_held_in_a_compiled_model_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = count_calls(linear_ready, "forward", monkeypatch)
+    model, batch = llama(), batch_of()
+    dense = step(model, batch)
+    for memory in (None, 10**9):
+        torch.compiler.reset()
+        accelerate_loss(model, delta=1.0, memory=memory)
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model.zero_grad(set_to_none=True)
+        loss = compiled(**batch).loss
+        loss.backward()
+        same((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}), dense)
+        assert len(runs) == (memory is not None)
+        restore_loss(model)
+
+
 def test_summary_tells_of_the_batches() -> None:
     model, batch = llama(), batch_of()
     logits = model(**batch).logits[:, :-1].detach()
@@ -304,6 +383,20 @@ def test_summary_tells_of_the_batches() -> None:
     assert found["token_accuracy"] == pytest.approx(float(right.float().mean()))
     assert found["lse"] == pytest.approx(float(logits.logsumexp(-1)[counted].mean()), rel=1e-5)
     assert loss.summary() == {"tokens": 0}
+
+
+def test_tokens_of_an_evaluation_that_lead_by_the_margin_of_training() -> None:
+    model = llama(initializer_range=1.0)
+    batch = batch_for(model.eval())
+    p, labels = model(**batch).logits[:, :-1].softmax(-1), batch["labels"][:, 1:]
+    own = p.gather(-1, labels[..., None].clamp_min(0))
+    lead = (own - p.scatter(-1, labels[..., None].clamp_min(0), -1).amax(-1, keepdim=True)).squeeze(-1)[labels != -100]
+    for delta in (0.5, 0.1):
+        loss = accelerate_loss(model, delta=delta, evaluate=True)
+        model(**batch)
+        assert loss.summary(training=False)["solved"] == pytest.approx(float((lead > delta).float().mean()))
+        restore_loss(model)
+    assert 0 < (lead > 0.5).sum() < (lead > 0.1).sum() < len(lead)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bart"])

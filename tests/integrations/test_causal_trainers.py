@@ -203,7 +203,8 @@ def test_log_probs_of_tokens_and_their_gradients(name: str, accelerated: bool) -
 
 
 def trained(folder: Path, kind: Any, model: Any, **changed: Any) -> Any:
-    own = {key: changed.pop(key) for key in ("as_options", "callbacks", "compute_metrics") if key in changed}
+    names = ("as_options", "callbacks", "compute_metrics", "preprocess_logits_for_metrics")
+    own = {key: changed.pop(key) for key in names if key in changed}
     trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), eval_dataset=texts(4), **own)
     trainer.train()
     return trainer
@@ -307,6 +308,93 @@ def test_a_callback_gives_compute_metrics_predicted_tokens(tmp_path: Path) -> No
     assert torch.equal(seen[0], outputs.logits.argmax(-1))
     assert history(trainer, "eval_loss") == pytest.approx([float(outputs.loss)], rel=1e-5)
     assert len(history(trainer, "eval_token_accuracy")) == 1
+
+
+def predictions_of(found: list[Any]) -> list[Tensor]:
+    """Tensors of what ``compute_metrics`` got."""
+    return [torch.as_tensor(value).float() for value in found]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"preprocess_logits_for_metrics": lambda logits, labels: logits.log_softmax(-1)[..., 3:5]},
+        {"eval_accumulation_steps": 1, "per_device_eval_batch_size": 2},
+        {"bf16": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ],
+    ids=lambda changed: next(iter(changed), "plain"),
+)
+def test_logits_that_a_trainer_asks_for_are_made(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """With a ``compute_metrics`` an evaluation without logits gives it what one with logits does."""
+
+    def run(evaluate: bool) -> tuple[list[Any], list[float]]:
+        torch.compiler.reset()
+        found: list[Any] = []
+
+        def metrics(prediction: Any) -> dict[str, float]:
+            found.append(prediction.predictions)
+            return {}
+
+        options = {"eval_strategy": "steps", "eval_steps": 2, "compute_metrics": metrics, **changed}
+        callbacks = [ASLossCallback(delta=0.1, evaluate=evaluate)]
+        trainer = trained(tmp_path, transformers.Trainer, make("Llama"), callbacks=callbacks, **options)
+        assert bool(history(trainer, "eval_token_accuracy")) == evaluate
+        return found, history(trainer, "eval_loss")
+
+    (ours, losses), (dense, expected) = run(True), run(False)
+    assert len(ours) == 2
+    torch.testing.assert_close(predictions_of(ours), predictions_of(dense), rtol=1e-4, atol=1e-4)
+    assert losses == pytest.approx(expected, rel=1e-2 if "bf16" in changed else 1e-5)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_no_logits_are_made_where_only_the_loss_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Also where Accelerate casts what the model returns, which it does if the loss was there before the trainer."""
+    seen = count_logits(monkeypatch)
+    model = make("Llama")
+    if before:
+        accelerate_loss(model, evaluate=True)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "bf16": True}
+    callbacks = [ASLossCallback(delta=0.1, evaluate=True)]
+    trainer = trained(tmp_path, transformers.Trainer, model, callbacks=callbacks, **options)
+    assert len(history(trainer, "eval_loss")) == 2
+    assert {shape for shape in seen if len(shape) == 3} == {(1, 8, VOCABULARY)}  # a few tokens to compare the loss
+
+
+def test_predict_gets_logits_or_tokens(tmp_path: Path) -> None:
+    model = make("Llama")
+    trainer: Any = transformers.Trainer(model=model, args=arguments(tmp_path))
+    dense = trainer.predict(texts(4))
+    for evaluate in (True, "tokens"):
+        accelerate_loss(model, evaluate=evaluate)
+        found = trainer.predict(texts(4))
+        restore_loss(model)
+        expected = dense.predictions.argmax(-1) if evaluate == "tokens" else dense.predictions
+        assert found.predictions == pytest.approx(expected, abs=1e-5)
+        assert found.metrics["test_loss"] == pytest.approx(dense.metrics["test_loss"], rel=1e-5)
+
+
+def test_weights_of_tokens_reach_a_callback(tmp_path: Path) -> None:
+    """A column of the data that a Trainer would drop, for the model's own forward does not take it."""
+    datasets = pytest.importorskip("datasets")
+    weights = [[float((place + row) % 3) for place in range(6)] for row in range(ROWS)]
+    weighted = [{**row, "token_weights": some} for row, some in zip(texts(), weights, strict=True)]
+
+    def run(kind: Any, data: Any, **options: Any) -> list[float]:
+        model = make("Llama")
+        trainer = kind(model=model, args=arguments(tmp_path), train_dataset=data, **options)
+        trainer.train()
+        assert kind is ASTrainer or "forward" not in vars(model)
+        return history(trainer, "loss")
+
+    expected = run(ASTrainer, weighted, as_options=ASOptions(delta=1.0))
+    for data in (weighted, datasets.Dataset.from_list(weighted)):
+        assert run(transformers.Trainer, data, callbacks=[ASLossCallback(delta=1.0)]) == pytest.approx(expected)
+    assert run(ASTrainer, texts(), as_options=ASOptions(delta=1.0)) != pytest.approx(expected, rel=1e-3)
 
 
 def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
-from softsieve import linear_as_cross_entropy, reference
+from softsieve import LinearASCrossEntropyLoss, linear_as_cross_entropy, reference
 from softsieve.kernels import linear, linear_rows
 from softsieve.kernels.cross_entropy import HAS_TRITON
-from tests.helpers import IGNORED
+from tests.helpers import IGNORED, count_calls
 
 MEMORY = 10**7
 ROWS, SIZE, CLASSES = 60, 12, 90
@@ -157,6 +158,26 @@ def test_too_little_memory_says_what_it_needs() -> None:
     for memory in (0, -1):
         with pytest.raises(ValueError, match="memory: expected"):
             linear_as_cross_entropy(hidden, weight, target, memory=memory)
+
+
+def test_the_memory_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, target = torch.randn(20, 24, requires_grad=True), torch.randint(300, (20,))
+    plain = LinearASCrossEntropyLoss(24, 300, backend="torch")
+    criterion = LinearASCrossEntropyLoss(24, 300, backend="torch", memory=10**7)
+    criterion.load_state_dict(plain.state_dict())
+    runs = count_calls(linear_rows, "forward", monkeypatch)
+    grads = [torch.autograd.grad(module(hidden, target), hidden) for module in (plain, criterion)]
+    torch.testing.assert_close(*grads)
+    assert runs == ["forward"]
+    criterion.memory = 5000
+    with pytest.raises(
+        ValueError, match=r"^memory: expected at least (\d+) bytes, for 128 classes of 20 rows"
+    ) as refusal:
+        criterion(hidden, target)
+    criterion.memory = int(re.findall(r"\d+", str(refusal.value))[0])  # what it needs is enough
+    torch.testing.assert_close(torch.autograd.grad(criterion(hidden, target), hidden), grads[0])
+    with pytest.raises(TypeError, match=r"^memory: expected an int, found float"):
+        LinearASCrossEntropyLoss(4, 5, memory=1e9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

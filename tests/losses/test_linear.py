@@ -1029,6 +1029,7 @@ def test_state_of_a_module(tmp_path: Any) -> None:
         ({"backend": "cuda"}, r"^backend: "),
         ({"softcap": 0.0}, r"^softcap: "),
         ({"ignore_index": 2**63}, r"^ignore_index: "),
+        ({"memory": 0}, r"^memory: "),
     ],
 )
 def test_a_module_refuses_when_it_is_made(change: dict[str, Any], message: str) -> None:

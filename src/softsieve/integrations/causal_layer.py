@@ -43,10 +43,10 @@ def as_product(layer: Any, hidden: Tensor) -> Parts:
     With a LoRA of factors A and B, scaled by s: ``[hidden, s dropout(hidden) A'] [weight, B]'``.
     """
     layer = own_layer(layer)
+    base = layer.get_base_layer() if has_lora(layer) else layer
+    weight, bias = (_whole(value, hidden.dtype) for value in (base.weight, getattr(base, "bias", None)))
     if not has_lora(layer):
-        return hidden, layer.weight, getattr(layer, "bias", None)
-    base = layer.get_base_layer()
-    weight, bias = base.weight, getattr(base, "bias", None)
+        return hidden, weight, bias
     if layer.disable_adapters or layer.merged:
         return hidden, weight, bias
     wide, columns = [hidden], [weight]
@@ -61,6 +61,22 @@ def as_product(layer: Any, hidden: Tensor) -> Parts:
             added = up.bias * layer.scaling[name]
             bias = added if bias is None else bias + added
     return torch.cat(wide, -1), torch.cat(columns, 1), bias
+
+
+def _whole(value: Any, dtype: torch.dtype) -> Any:
+    """A parameter, also one that FSDP2 has sharded again since the model's forward pass was over.
+
+    Raises:
+        InputError: for one that wants a gradient, which would be that of one process.
+    """
+    if type(value).__name__ != "DTensor":
+        return value
+    if torch.is_grad_enabled():
+        raise InputError(
+            "model: expected the whole weight of the output layer, found it sharded again after the forward pass: give "
+            "that layer a fully_shard of its own, or take reshard_after_forward=False for the model"
+        )
+    return value.full_tensor().to(dtype)
 
 
 def check_adapter(layer: Any) -> Any:

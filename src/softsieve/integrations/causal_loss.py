@@ -20,6 +20,7 @@ from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, own_loss, probe
 from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.deferred_logits import defer
 from softsieve.integrations.hidden_states import layer_of
 from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
@@ -38,8 +39,8 @@ class CausalLoss:
 
     Attributes:
         delta: margin of the loss in training, in [0, 1]; may be changed at any time. In evaluation it is 1.
-        evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a `LazyLogits`
-            there, too, or with ``"tokens"`` the predicted tokens.
+        evaluates: whether the loss of an evaluation needs no logits either. Then ``outputs.logits`` is a
+            `DeferredLogits` there, or with ``"tokens"`` the predicted tokens.
         stats: `LinearASStats` of the latest batch, one entry for each label as the loss got them.
         counted: which of these labels were not ignored.
 
@@ -112,7 +113,8 @@ class CausalLoss:
 
     def _note(self, stats: LinearASStats, counted: Tensor) -> None:
         self.stats, self.counted = stats, counted
-        parts = (counted, stats.right, stats.solved, stats.lse, stats.margin.clamp_min(0))
+        solved = stats.solved if self.training else stats.margin > self.delta  # an evaluation's own delta is 1
+        parts = (counted, stats.right, solved, stats.lse, stats.margin.clamp_min(0))
         sums = torch.stack([part.sum(dtype=torch.float64).detach() for part in parts])
         before = self._totals.get(self.training)
         self._totals[self.training] = sums if before is None else before.to(sums.device) + sums
@@ -134,8 +136,8 @@ class CausalLoss:
 
         Returns:
             ``tokens`` that counted, ``token_accuracy`` (the share whose label has the largest logit), ``solved`` (the
-            share that leads by the margin, whose gradient is 0), mean ``lse`` (log Z) and mean ``margin`` (0 where
-            another token leads). Only ``tokens`` when there were none.
+            share that leads by the margin, whose gradient in training is 0), mean ``lse`` (log Z) and mean ``margin``
+            (0 where another token leads). Only ``tokens`` when there were none.
         """
         sums = self.totals(training=training) if totals is None else totals
         count, right, solved, lse, margin = sums.tolist()
@@ -174,6 +176,41 @@ def _loss_dtype(logits: LazyLogits) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+def _with_weights(forward: Any) -> inspect.Signature:
+    """The signature of a ``forward`` that takes weights of tokens, too."""
+    signature = inspect.signature(forward)
+    parameters = [*signature.parameters.values()]
+    if WEIGHTS not in signature.parameters:
+        last = parameters[-1].kind == inspect.Parameter.VAR_KEYWORD
+        extra = inspect.Parameter(WEIGHTS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        parameters.insert(len(parameters) - last, extra)
+    return signature.replace(parameters=parameters)
+
+
+class SignedForward:
+    """``forward`` of a model that will have an accelerated loss: it names the weights of tokens, and leaves them out.
+
+    A Trainer asks for the signature before training starts, and drops what is not in it from the data.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.own = model.__dict__.get("forward")
+        self.before = self.own or type(model).forward.__get__(model)
+        self.__signature__ = _with_weights(self.before)
+        model.forward = self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        options.pop(WEIGHTS, None)
+        return self.before(*args, **options)
+
+    def leave(self) -> None:
+        if self.model.__dict__.get("forward") is self:
+            del self.model.forward
+            if self.own is not None:
+                self.model.forward = self.own
+
+
 class ModelForward:
     """``forward`` of a model with an accelerated loss; an object, so that a copy of the model calls the copy."""
 
@@ -181,14 +218,8 @@ class ModelForward:
         self.model, self.loss = model, loss
         self.own = model.__dict__.get("forward")  # what stood there, of another package
         self.before = self.own or type(model).forward.__get__(model)
-        signature = inspect.signature(self.before)
-        names = [*signature.parameters]
-        self.position = names.index("labels")
-        extra = inspect.Parameter(WEIGHTS, inspect.Parameter.KEYWORD_ONLY, default=None)
-        last = signature.parameters[names[-1]].kind == inspect.Parameter.VAR_KEYWORD
-        parameters = [*signature.parameters.values()]
-        parameters.insert(len(parameters) - last, extra)
-        self.__signature__ = signature.replace(parameters=parameters)
+        self.__signature__ = _with_weights(self.before)
+        self.position = [*self.__signature__.parameters].index("labels")
         self.layer: LayerForward | None = None
         self.active = True
 
@@ -211,9 +242,7 @@ class ModelForward:
             return fused_outputs(self, args, options)
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
-        if not training and loss.evaluates == "tokens" and isinstance(outputs, dict):
-            outputs["logits"] = outputs["logits"].argmax(-1)
-        return outputs
+        return outputs if training else _evaluated(outputs, loss.evaluates)
 
     def follow(self) -> None:
         """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
@@ -280,6 +309,21 @@ def _check_shape(labels: Tensor | None, positions: torch.Size) -> None:
     raise InputError(f"labels: expected {tuple(positions)}, one for each position, found {tuple(labels.shape)}")
 
 
+def _evaluated(outputs: Any, evaluates: bool | str) -> Any:
+    """The outputs of an evaluation with tensors in them alone: predicted tokens, or logits that are made when used."""
+
+    def tensor_of(value: Any) -> Any:
+        if not isinstance(value, LazyLogits):
+            return value
+        return value.argmax(-1) if evaluates == "tokens" else defer(value)
+
+    if not isinstance(outputs, dict):
+        return tuple(tensor_of(value) for value in outputs)
+    for name, value in outputs.items():
+        outputs[name] = tensor_of(value)
+    return outputs
+
+
 def _classes(layer: Any) -> int:
     inner = own_layer(layer)
     return len((inner.get_base_layer() if has_lora(inner) else inner).weight)
@@ -341,8 +385,9 @@ def accelerate_loss(
         backend: that of `linear_as_cross_entropy`.
         memory: also its: bytes that the loss may take beyond states and gradients. On a GPU more makes it faster, most
             where the logits of a batch fit, in the dtype of the pass.
-        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With
-            ``"tokens"`` the predicted tokens stand in ``outputs.logits``, for a ``compute_metrics``.
+        evaluate: whether the loss of an evaluation, which is the plain cross-entropy, needs no logits either. With True
+            ``outputs.logits`` is a tensor that is made when something first needs it (`DeferredLogits`), with
+            ``"tokens"`` the predicted tokens stand there, for a ``compute_metrics`` that needs no more.
 
     Returns:
         What may be changed while training, and tells of the batches. The model is left as it was if anything is wrong.

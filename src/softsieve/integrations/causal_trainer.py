@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from softsieve.errors import InputError
 from softsieve.integrations.causal_loss import (
     CausalLoss,
+    SignedForward,
     accelerate_loss,
     check_evaluate,
     inner_model,
@@ -55,15 +56,17 @@ class ASLossCallback(TrainerCallback):
     """The loss without logits in a plain `Trainer`, or one of TRL: from the start of training to its end.
 
     The log gets ``token_accuracy``, ``solved`` (the share of tokens without a gradient), ``lse`` (mean log Z) and
-    ``margin`` of the batches since the last entry; of several processes, those of the first.
+    ``margin`` of the batches since the last entry; of several processes, those of the first. Given when the trainer is
+    made, it also lets ``token_weights`` through, a column of the data that the Trainer would drop.
 
     Args:
         delta: margin at the end, in [0, 1]; 1 is the model's own cross-entropy.
         initial_delta: margin at the start.
         ratio: share of training over which the margin comes down from ``initial_delta`` to ``delta``.
         backend, memory: those of `accelerate_loss`.
-        evaluate: whether evaluations within training do without logits, too: True where only their loss is asked for,
-            ``"tokens"`` with a ``compute_metrics``, which then gets predicted tokens.
+        evaluate: whether evaluations within training do without logits, too. With True they are made where the trainer
+            asks for more than the loss: for ``compute_metrics`` (after ``preprocess_logits_for_metrics``) and
+            ``predict``. With ``"tokens"`` these get predicted tokens instead, ``preprocess_logits_for_metrics``, too.
 
     Raises:
         InputError: when training starts, as `accelerate_loss` does; after the first step when the trainer has not asked
@@ -84,8 +87,18 @@ class ASLossCallback(TrainerCallback):
         self.evaluate = evaluate
         self._loss: CausalLoss | None = None
         self._ours = True
+        self._signed: SignedForward | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        before = loss_of(model)
+        own = type(args).__module__.partition(".")[0] == "trl"  # whose trainers have columns of their own
+        if not own and is_language_model(model) and (before is None or not before.active):
+            self._signed = SignedForward(inner_model(model))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._signed is not None:  # the Trainer knows by now
+            self._signed.leave()
+            self._signed = None
         if getattr(args, "n_gpu", 1) > 1:
             raise InputError("n_gpu: expected one GPU a process, found DataParallel, whose copies cannot be followed")
         if getattr(args, "label_smoothing_factor", 0):

@@ -289,12 +289,12 @@ class LazyLogits:
         made: Tensor = self._run(self.hidden, self.after, Product.logits)
         return made.to(self.dtype)
 
-    @torch.no_grad()
     def argmax(self, dim: int = -1, keepdim: bool = False) -> Tensor:
         """The class of the largest logit of each row, with only some rows' logits in memory."""
         if dim not in (-1, self.ndim - 1):
             raise refused(f"argmax over dimension {dim}")
-        best = self.by_rows(lambda logits: logits.argmax(-1))
+        with torch.no_grad():
+            best = self.by_rows(lambda logits: logits.argmax(-1))
         return best.unsqueeze(-1) if keepdim else best
 
     def entropy(self) -> Tensor:

@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.launches import Launches
+from softsieve.kernels.linear_types import NUMBERS
 
 ROWS = tl.constexpr(1024)  # rows at a time in the reduction
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-NUMBERS = 8  # of a row
-KEPT = 1  # its place among them
+KEPT = 1  # its place among the numbers of a row
 PARTS, VALID = 0, 1  # places in what `forward_numbers` leaves
 WHOLE = 4096  # classes of a row that a program can hold
 MANY = 64  # rows at a time, at most

@@ -351,7 +351,8 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     pass
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
+def refuse(ctx: Any, *_: Any) -> None:
+    """Say that there is no second derivative."""
     raise NotImplementedError(
         "linear_as_cross_entropy: expected to be differentiated once, found a second derivative: "
         "take as_cross_entropy(F.linear(hidden, weight, bias), target) or backend='reference', which have it"
@@ -359,11 +360,11 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 forward_op.register_autograd(differentiate, setup_context=save)
-backward_op.register_autograd(_refuse, setup_context=_save_nothing)
+backward_op.register_autograd(refuse, setup_context=_save_nothing)
 
 
 _apply_forward = differentiable(_forward, save, differentiate)
-_apply_backward = differentiable(_backward, _save_nothing, _refuse)
+_apply_backward = differentiable(_backward, _save_nothing, refuse)
 
 
 def linear_as_cross_entropy(

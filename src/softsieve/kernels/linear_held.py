@@ -24,14 +24,12 @@ from torch import Tensor
 from softsieve.kernels import cross_entropy_triton, linear, linear_torch
 from softsieve.kernels.cross_entropy import check_on_device, differentiable
 from softsieve.kernels.cross_entropy_triton import VALID, Rows
-from softsieve.kernels.linear_types import MEMORY, Options, Targets
+from softsieve.kernels.linear_types import MEMORY, NUMBERS, SMALL, Options, Targets
 
 UNIT = 192  # rows that a product takes at a time
 FEWEST = 256  # rows of a block, unless it has all
 LINE = 64  # a multiple of so many logits lies between rows, and a product has so many: others take three times as long
 FIT = 8  # classes of which a multiple needs no other product
-# Multiplications of a product: at 5 % dense, two of these take what `kernels.linear` waits for a host.
-SMALL = 360 * 10**9
 SAMPLED = 128  # rows that say whether most are dense
 LISTED = 16  # a row with more classes has its gradient from products of matrices, also in `kernels.linear`
 FREE, SUMMED = 2 / 3, 100  # see `pays`
@@ -43,7 +41,7 @@ def block_rows(hidden: Tensor, weight: Tensor, options: Options) -> int:
     if options.backend != linear.TRITON or options.group:
         return 0
     rows, classes = hidden.shape[0], weight.shape[0]
-    beside = 4 * (cross_entropy_triton.NUMBERS + 4) * rows
+    beside = 4 * (NUMBERS + 4) * rows
     most: int = ((options.memory or MEMORY) - beside) // (_line(classes) * weight.element_size())
     if most >= rows:
         return rows
@@ -202,7 +200,7 @@ def _forward_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Held]:  # fmt: skip
     """`_forward_whole` block by block."""
     rows = hidden.shape[0]
-    numbers = torch.empty((cross_entropy_triton.NUMBERS, rows), dtype=torch.float32, device=hidden.device)
+    numbers = torch.empty((NUMBERS, rows), dtype=torch.float32, device=hidden.device)
     parts = numbers.new_ones(())
     if options.reduction == "mean":
         ignored = targets.label == options.ignore_index
@@ -251,6 +249,17 @@ def _forward_counted(
     return loss, numbers, work, grads
 
 
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options, wanted: list[bool],
+    height: int,
+) -> tuple[Tensor, Tensor, Tensor, Held]:  # fmt: skip
+    """`_forward_whole` or `_forward_counted`, by the rows of a block."""
+    layer = hidden, weight, bias
+    if height < hidden.shape[0]:
+        return _forward_counted(*layer, targets, options, wanted, height)
+    return _forward_whole(*layer, targets, options, wanted)
+
+
 def _backward(
     grad_loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Tensor, numbers: Tensor,
     work: Tensor, cap: float, height: int, wanted: list[bool], products: Tensor | None,
@@ -269,7 +278,7 @@ def _backward(
     return tuple(grad for grad in grads if grad is not None)
 
 
-_apply_backward = differentiable(_backward, linear._save_nothing, linear._refuse)
+_apply_backward = differentiable(_backward, linear._save_nothing, linear.refuse)
 
 
 class _Loss(torch.autograd.Function):
@@ -285,10 +294,7 @@ class _Loss(torch.autograd.Function):
         wanted: list[bool], height: int, known: list[Tensor],
     ) -> Tensor:  # fmt: skip
         layer = hidden, weight, bias
-        if height < hidden.shape[0]:
-            loss, numbers, work, held = _forward_counted(*layer, targets, options, wanted, height)
-        else:
-            loss, numbers, work, held = _forward_whole(*layer, targets, options, wanted)
+        loss, numbers, work, held = forward(*layer, targets, options, wanted, height)
         ctx.save_for_backward(*layer, targets.label)
         ctx.held, ctx.known = held, (numbers, work, options.cap, height, wanted)
         known.append(numbers)

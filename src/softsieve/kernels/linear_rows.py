@@ -32,7 +32,7 @@ def block_rows(hidden: Tensor, weight: Tensor, options: Options) -> int:
     Sums of several blocks are rounded to the dtype of the weight, so that one that is narrower than fp32 must have all
     rows in one block.
     """
-    rows, classes = len(hidden), len(weight)
+    rows, classes = hidden.shape[0], weight.shape[0]  # of which a compiled graph may not know the number
     if not hidden.is_cpu or options.backend != "torch" or options.group or options.reduction == "none":
         return 0
     scratch = SCRATCH * min(ON_CPU, rows * classes * accumulation_dtype(hidden).itemsize)
@@ -121,25 +121,33 @@ def _solve_rows(layer: Layer, targets: Targets, share: Tensor, products: Tensor,
         yield loss, saved, unlisted
 
 
-def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None,
-    label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
-    options: Options, wanted: list[bool], ready: Gradients,
-) -> linear.Outputs:  # fmt: skip
-    """`kernels.linear.forward`, which leaves the gradients in ``ready``."""
+def forward(layer: Layer, targets: Targets, options: Options, wanted: list[bool]) -> tuple[Tensor, Saved, Gradients]:
+    """`kernels.linear.forward`, and the gradients."""
+    ready: Gradients = []
 
     def forward_counted(layer: Layer, targets: Targets, options: Options, _: Any) -> tuple[Tensor, Saved]:
         loss, saved, grads = _forward_counted(layer, targets, options, wanted)
         ready.extend(grads)
         return loss, saved
 
-    layer, targets = Layer(hidden, weight, bias, options.cap), Targets(label, delta, class_weight, row_weight)
     loss, saved = linear.forward(layer, targets, options, forward_counted)
     if not ready:  # all rows are ignored
         ready.extend(None if grad is None else grad.zero_() for grad in linear.empty_gradients(layer[:3], wanted))
-    if ready[0] is not None and len(ready[0]) < len(hidden):
-        some, ready[0] = ready[0], torch.zeros_like(hidden)
-        ready[0][label != options.ignore_index] = some
+    if ready[0] is not None and len(ready[0]) < len(layer.hidden):
+        some, ready[0] = ready[0], torch.zeros_like(layer.hidden)
+        ready[0][targets.label != options.ignore_index] = some
+    return loss, saved, ready
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
+    options: Options, wanted: list[bool], ready: Gradients,
+) -> linear.Outputs:  # fmt: skip
+    """`forward`, which leaves the gradients in ``ready``."""
+    targets = Targets(label, delta, class_weight, row_weight)
+    loss, saved, grads = forward(Layer(hidden, weight, bias, options.cap), targets, options, wanted)
+    ready.extend(grads)
     return loss, *saved
 
 

@@ -14,6 +14,10 @@ from torch import Tensor
 
 MEMORY = 128 << 20  # bytes beyond inputs and gradients that a loss takes at most, unless told otherwise
 FEWEST = 128  # classes at a time
+# Multiplications of a product of a layer that holds its logits on a GPU: at 5 % dense, two of these take what
+# `kernels.linear` waits for a host.
+SMALL = 360 * 10**9
+NUMBERS = 8  # of a row, where they are one tensor
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softsieve import _checks, reference
 from softsieve.kernels import linear as kernel
-from softsieve.kernels import linear_rows, stepped
+from softsieve.kernels import linear_ready, linear_rows, stepped
 from softsieve.kernels.cross_entropy import HAS_TRITON, needs_op
 from softsieve.kernels.cross_entropy_torch import check_labels
 from softsieve.kernels.linear_types import FEWEST, Options, Stepper, Targets
@@ -139,7 +139,7 @@ def linear_as_cross_entropy(
             rows whose logits fit have their gradients made in the forward pass, while the logits are there: three
             products of matrices instead of four, which pays where many rows are dense. On a CPU that is done where it
             is told how much to take; on a GPU where most rows are dense, or the layer is small. With most rows dense,
-            512 MB save a seventh to a quarter of the time.
+            512 MB save a seventh to a quarter of the time. In `torch.compile` a large layer on a GPU must be told, too.
         return_stats: also return `LinearASStats`.
 
     Shape:
@@ -223,7 +223,7 @@ def _held() -> Any:
 def _differentiable(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: Options
 ) -> tuple[Tensor, Any]:
-    """The loss and what is known of the rows, by the module that holds logits where those of enough rows fit.
+    """The loss and what is known of the rows, by a module that holds logits where those of enough rows fit.
 
     A margin that is the same for all rows may be a plain number, which to write on a GPU takes a launch.
     """
@@ -239,7 +239,11 @@ def _differentiable(
             found = _held().linear_as_cross_entropy(*layer, targets, options, height=height)
             return found
     targets = _with_margins(targets)
-    way = linear_rows if plain and wanted and linear_rows.block_rows(hidden, weight, options) else kernel
+    way: Any = kernel
+    if wanted and torch.compiler.is_compiling() and linear_ready.serves(hidden, weight, options):
+        way = linear_ready
+    elif plain and wanted and linear_rows.block_rows(hidden, weight, options):
+        way = linear_rows
     found = way.linear_as_cross_entropy(*layer, targets, options)
     return found
 
@@ -299,7 +303,8 @@ class LinearASCrossEntropyLoss(nn.Module):
         delta: margin in [0, 1]. May be changed while training.
         bias: whether the layer has one.
         class_weight: weight of each class, ``(C,)``; moves with the module.
-        ignore_index, reduction, softcap, backend, return_stats: as there.
+        ignore_index, reduction, softcap, backend, memory, return_stats: as there. Memory that is too little for the
+            rows of a batch is refused when that comes, with what it needs.
         device, dtype: of the parameters.
 
     Shape:
@@ -318,7 +323,7 @@ class LinearASCrossEntropyLoss(nn.Module):
     def __init__(
         self, in_features: int, num_classes: int, delta: float = 0.1, *, bias: bool = False,
         class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-        softcap: float | None = None, backend: str = "auto", return_stats: bool = False,
+        softcap: float | None = None, backend: str = "auto", memory: int | None = None, return_stats: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -331,13 +336,15 @@ class LinearASCrossEntropyLoss(nn.Module):
         self.register_buffer("class_weight", class_weight)
         self.softcap = None if softcap is None else _checks.positive("softcap", softcap)
         self.ignore_index, self.reduction, self.backend = ignore_index, reduction, backend
-        self.return_stats = return_stats
+        if memory is not None:
+            _checks.whole_number("memory", memory, 1, 2**62)
+        self.memory, self.return_stats = memory, return_stats
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LinearASStats]:
         return linear_as_cross_entropy(
             hidden, self.weight, target, bias=self.bias, delta=self.delta, ignore_index=self.ignore_index,
             reduction=self.reduction, class_weight=self.class_weight, softcap=self.softcap, backend=self.backend,
-            return_stats=self.return_stats,
+            memory=self.memory, return_stats=self.return_stats,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
