@@ -384,7 +384,8 @@ def _while_right(
 
 def _joined(parts: Sequence[Trial]) -> Trial:
     """Trials of one calibration with some queries each as one."""
-    return Trial(*(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)))
+    fields: list[Any] = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
+    return Trial(*fields)
 
 
 def _tried_widths(shape: AnyFit) -> list[float]:
