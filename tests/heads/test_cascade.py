@@ -242,7 +242,7 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = gaussian(1100, 40, 50, generator())
     bias = torch.randn(1100, generator=generator(1))
     whole, told = index_of(weight, x, bias), []
-    monkeypatch.setattr(cascade, "CHUNK", 40 * 100)
+    monkeypatch.setattr(cascade, "CACHED", 40 * 100)
     moments = Moments(40)
     moments.update(x)
     parts = cascade.build(weight, bias, moments, progress=lambda _, share: told.append(share))

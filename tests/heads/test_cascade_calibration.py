@@ -209,7 +209,7 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = gaussian(50, 7, 20, generator())
     bias = torch.randn(50, generator=generator(1))
     head = AdaptiveSoftmax(weight, bias)
-    monkeypatch.setattr(cascade_calibration, "_AT_ONCE", 150)
+    monkeypatch.setattr(cascade_calibration, "_CACHED", 150)
     found = cascade_calibration.truth(head._layer.reader, x, bias, 3)
     expected = reference.topk_softmax(weight, x, 3, bias)
     torch.testing.assert_close(found.best, expected.logits.float(), rtol=1e-5, atol=1e-5)
@@ -285,6 +285,27 @@ def test_trials_are_what_single_questions_get(seed: int) -> None:
             own = torch.from_numpy(answers[:, Found._fields.index(field)])
             assert torch.equal(getattr(trial, name).double(), own), (fit, name)
     assert 0 < int((survivors > limit).sum()) < len(survivors)  # of some queries, the second preview is asked
+
+
+def test_widths_that_are_given_up_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fitted does not depend on how many queries and widths are tried together; fewer answers are asked for."""
+    weight, x = language(900, 64, 700, generator())
+    fits, asked = [], list[int]()
+
+    def counted(engine: CpuCascade, queries: Tensor, fits: list[CascadeCalibration], **options: Any) -> list[Trial]:
+        asked[-1] += len(queries) * len(fits)
+        return ask(engine, queries, fits, **options)
+
+    ask = CpuCascade.trials
+    monkeypatch.setattr(CpuCascade, "trials", counted)
+    for part, together in ((1000, 1000), (40, 1000), (40, 3)):
+        monkeypatch.setattr(cascade_calibration, "PART", part)
+        monkeypatch.setattr(cascade_calibration, "TOGETHER", together)
+        asked.append(0)
+        fits.append(fit_of(fitted(weight, x, 2), 2)._replace(batch=0))
+    assert fits[0] == fits[1] == fits[2]
+    assert math.isfinite(fits[0].width)
+    assert asked[2] < asked[1] < asked[0]
 
 
 SAME = ("log_z", "half", "coordinates", "bytes_read", "scale", "survivors", "signal", "toward")

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from softsieve.heads import reader as module
-from softsieve.heads.reader import Reader
+from softsieve.heads.reader import FEW, Reader
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 8, 21])
 def test_against_arithmetic(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 50)  # in several parts
+    for name in ("CHUNK", "CONVERTED"):
+        monkeypatch.setattr(module, name, 50)  # in several parts
     g = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, 30, generator=g).to(dtype)
     reader = Reader(weight)
@@ -21,6 +22,8 @@ def test_against_arithmetic(dtype: torch.dtype, rows: int, monkeypatch: pytest.M
     index = torch.randint(30, (3, 11), generator=g)
     factor, root = (torch.rand(3, 11, generator=g, dtype=reader.dtype) for _ in range(2))
     torch.testing.assert_close(reader.full(x), x @ exact.T)
+    many = torch.randn(FEW + 1, 30, generator=g, dtype=reader.dtype)
+    torch.testing.assert_close(reader.full(many), many @ exact.T)
     torch.testing.assert_close(reader.centre, exact.mean(0))
     by_columns = torch.einsum("nbm,bm->bn", (exact - exact.mean(0))[:, index], factor)
     torch.testing.assert_close(reader.columns(index, factor), by_columns)

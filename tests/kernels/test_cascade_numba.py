@@ -427,7 +427,7 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
     )
     floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
     ints = [np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
-    parts: list[Any] = [*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64)]
+    parts: list[Any] = [*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64), np.zeros(4, np.float32)]
     return index, kernels.Scratch(*parts)
 
 

@@ -14,6 +14,7 @@ from softsieve.heads.quantised import QuantisedWeight, Weight
 
 LANES = 8  # parts that a column is cut into, so that several threads can add up one query
 CHUNK = 1 << 22  # entries gathered at a time
+CONVERTED = 1 << 20  # entries converted at a time: they are multiplied while they are in a cache
 FEW = 8  # queries for which converting rows of a weight once for each takes less time than once for all, in torch
 
 
@@ -91,6 +92,8 @@ class Reader:
             return self._full_in_parts(x)
         if self.weight.is_cpu and len(x) <= FEW:
             return _product_by_rows(self.weight, x)
+        if self.weight.is_cpu and not isinstance(self.weight, QuantisedWeight):
+            return self._full_converted(x)
         return torch.cat([x @ part.T for part in self.parts()], -1)
 
     def blocks(self, x: Tensor, at_once: int) -> Iterator[tuple[int, Tensor]]:
@@ -103,6 +106,15 @@ class Reader:
             step = min(step, max(1, CHUNK // self.size))
         for start in range(0, self.rows, step):
             yield start, Reader(self.weight[start : start + step]).full(x)
+
+    def _full_converted(self, x: Tensor) -> Tensor:
+        """With some rows at a time converted, always to the same memory: new memory takes longer than the product."""
+        out, step = x.new_empty(len(x), self.rows), max(1, CONVERTED // self.size)
+        room = x.new_empty(min(step, self.rows), self.size)
+        for start in range(0, self.rows, step):
+            part = self.weight[start : start + step]
+            torch.mm(x, room[: len(part)].copy_(part).T, out=out[:, start : start + step])
+        return out
 
     def _full_in_parts(self, x: Tensor) -> Tensor:
         """With queries as sums of three of the weight's dtype, so that one pass over the weight is exact enough."""

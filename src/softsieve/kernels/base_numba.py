@@ -42,7 +42,9 @@ def compiler(**options: Any) -> Callable[[Any], Any]:
     """
 
     def compile_lazily(function: Any) -> Any:
-        dispatcher = numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function)
+        # Said of each: else a function would count references where the one that first called it does.
+        counting = {"_nrt": True, **options}
+        dispatcher = numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **counting)(function)
         with suppress(AttributeError):  # without a folder for it there is no cache
             cache = dispatcher._cache._cache_file
             cache._source_stamp = (cache._source_stamp, _SOURCES.hexdigest())
@@ -59,10 +61,13 @@ def is_compiled(function: Any) -> bool:
 
 
 jit = compiler(error_model="numpy")
-# Only other functions call a stage: a half of the code, and of the time that it is compiled in.
-jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True)
+# Only other functions call a stage: a half of the code, and of the time that it is compiled in. Whoever calls it holds
+# the arrays, so it counts no references: one for every slice, each an atomic addition. It cannot make an array then.
+jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True, _nrt=False)
+jit_making_stage = compiler(error_model="numpy", no_cpython_wrapper=True)
 jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
-jit_fast_stage = compiler(fastmath=True, no_cpython_wrapper=True)
+jit_fast_stage = compiler(fastmath=True, no_cpython_wrapper=True, _nrt=False)
+jit_fast_making_stage = compiler(fastmath=True, no_cpython_wrapper=True)
 jit_parallel = compiler(fastmath=True, parallel=True)
 jit_parallel_stage = compiler(fastmath=True, parallel=True, no_cpython_wrapper=True)
 jit_workers = compiler(error_model="numpy", parallel=True)  # threads that call functions with options of their own
@@ -241,7 +246,7 @@ def _sink(heap: Any, place: int) -> None:
     heap[place] = value
 
 
-@jit_stage
+@jit_making_stage
 def kth_largest(values: Any, k: int) -> float:
     """Return the k-th largest value."""
     if k == 1:

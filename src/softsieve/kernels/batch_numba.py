@@ -73,7 +73,7 @@ def cut_scratch(
     probe_spreads = floats[count : count + probes]
     return Scratch(
         estimates, largest, upper_ends, sums, corrected, marks, rows, values, spreads, exact[probes:], dropped,
-        excesses, y, exact[:probes], starts, probe_estimates, probe_spreads, tally, _NEVER,
+        excesses, y, exact[:probes], starts, probe_estimates, probe_spreads, tally, floats[:0], _NEVER,
     )  # fmt: skip
 
 

@@ -209,6 +209,14 @@ def estimate_rows(
             )
 
 
+@jit_stage
+def update_upper_ends(estimates: Any, spreads: Any, errors: Errors, upper: Any) -> None:
+    """Do of `estimate_rows` what the width decides, where the rest is there."""
+    for b in range(upper.size):
+        start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
+        upper[b] = _highest_upper(estimates[start:stop], spreads[start:stop], errors)
+
+
 @jit_fast_stage
 def fill_logits(values: Any, spreads: Any, errors: Errors, upper: bool, dense: Any) -> None:
     """Write corrected estimates of all rows, or their upper ends."""

@@ -18,6 +18,7 @@ from softsieve.kernels.base_numba import (
     AHEAD,
     TOGETHER,
     as_float,
+    jit_fast_making_stage,
     jit_fast_stage,
     jit_parallel_stage,
     jit_stage,
@@ -75,7 +76,7 @@ def _digit_row(codes: Any, scales: Any, levels: Any, x: Any) -> Any:
     return total
 
 
-@jit_fast_stage
+@jit_fast_making_stage
 def _group_sums(x: Any, groups: int) -> Any:
     """Return what a query meets minimums with."""
     sums, group = np.zeros(groups, x.dtype), x.size // max(groups, 1)

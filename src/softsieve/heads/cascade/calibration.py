@@ -26,7 +26,8 @@ SHAPING = 256  # queries, at most, that only choose; the others decide
 DECIDING = (25.0, 50.0)  # over delta: queries that decide, at most, where there are many rows and where there are few
 ANYWAY = 2000  # queries that decide, if there are so many, however large delta is
 ROWS = 1 << 28  # rows of all deciding queries together, from which on there are many
-TOGETHER = 8  # widths that are tried on one preview
+TOGETHER = 16  # widths that are tried on one preview
+PART = 256  # queries after which widths with too many errors are given up
 TRUTH = 0.2  # of the time of a calibration, that exact answers take
 CORRECTIONS = tuple(number / 20 for number in range(4, 21))
 SLACK = 0.5  # so much further out than any query of the sample, a query falls back
@@ -34,6 +35,7 @@ ENVELOPES = (4.0, 5.0, 6.0, 8.0, 12.0)  # deviations that are tried, as far as t
 ROUNDING = 1e-5  # of `sizes`, that upper ends may be exceeded by
 ENVELOPE_QUERIES = 700  # that are tried with, at most: one of them may be wrong for 1 %
 _AT_ONCE = 1 << 24  # logits that are there at a time
+_CACHED = 1 << 22  # the same on a CPU, where they are gone over several times and stay in a cache
 _PREVIEWED = 1 << 23  # rows of all queries together, at most, that previews are chosen with
 _FEW = 64  # queries that previews are chosen with, however many rows there are
 _CLOSE = 8  # rows besides the top k that may be among them but for rounding
@@ -169,15 +171,18 @@ def _truth_in_blocks(reader: Reader, queries: Tensor, bias: Tensor | None, k: in
     best = torch.full((len(queries), k), -math.inf, dtype=queries.dtype)
     highest = torch.full((len(queries), 1), -math.inf, dtype=queries.dtype)
     total = torch.zeros_like(highest, dtype=torch.float64)  # of exponentials, over e^highest
-    for start, logits in reader.blocks(queries, _AT_ONCE):
+    for start, logits in reader.blocks(queries, _CACHED):
         if bias is not None:
             logits += bias[start : start + logits.shape[-1]]
-        if k:
-            best = torch.cat([best, logits.topk(min(k, logits.shape[-1]), -1).values], -1).topk(k, -1).values
-        before, highest = highest, torch.maximum(highest, logits.amax(-1, keepdim=True))
+        largest = logits.amax(-1, keepdim=True)
+        if k:  # few queries have one of their largest logits among these
+            some = (largest > best[:, -1:])[:, 0].nonzero()[:, 0]
+            own = logits[some].topk(min(k, logits.shape[-1]), -1).values
+            best[some] = torch.cat([best[some], own], -1).topk(k, -1).values
+        before, highest = highest, torch.maximum(highest, largest)
         # Not `logsumexp`, which takes five times as long.
-        own = (logits - highest).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-        total = total * (before - highest).exp() + own
+        sums = logits.sub_(highest).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        total = total * (before - highest).exp() + sums
         progress("exact answers", logits.shape[-1] / reader.rows)
     return Truth(best, (highest + total.log()).to(queries.dtype)[:, 0])
 
@@ -341,17 +346,46 @@ def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallb
     wrong = torch.zeros(count, dtype=torch.bool, device=sample.queries.device)  # with this width or a wider one
     for start in range(0, len(widths), TOGETHER):
         fits = [shape._replace(width=width) for width in widths[start : start + TOGETHER]]
-        for fit, (trial, fine, cost) in zip(fits, sample.ask(fits), strict=True):
-            wrong |= ~fine
-            many = int(wrong.sum())
-            if many > errors:
-                progress("deciding on the width", 0.4 * (len(widths) - start) / len(widths))
-                return best, answers
-            read = sample.read(trial)
+        trials, wrong = _while_right(sample, fits, wrong, errors)
+        for fit, (trial, many) in zip(fits, trials, strict=False):
+            cost, read = sample.engine.cost(fit, trial), sample.read(trial)
             if cost <= least and read <= 1:
                 best, answers, least = fit._replace(read=read, right=1 - many / count), trial, cost
+        if len(trials) < len(fits):
+            progress("deciding on the width", 0.4 * (len(widths) - start) / len(widths))
+            break
         progress("deciding on the width", 0.4 * len(fits) / len(widths))
     return best, answers
+
+
+def _while_right(
+    sample: _Sample, fits: Sequence[AnyFit], wrong: Tensor, errors: int
+) -> tuple[list[tuple[Trial, int]], Tensor]:
+    """Trials of ever narrower widths, and how many queries were wrong by then, up to the first with too many of them.
+
+    Also the queries that were wrong with one of these widths or before. Some queries at a time are asked: what is too
+    much for these is too much for all.
+    """
+    parts: list[list[Trial]] = [[] for _ in fits]
+    many, after = [0] * len(fits), []
+    for rows in torch.split(torch.arange(len(wrong)), PART):
+        some = slice(int(rows[0]), int(rows[-1]) + 1)
+        own = wrong[some]
+        for number, (trial, fine, _) in enumerate(sample.some(some).ask(fits[: len(parts)])):
+            own = own | ~fine
+            parts[number].append(trial)
+            many[number] += int(own.sum())
+        after.append(own)
+        parts = parts[: next((number for number in range(len(parts)) if many[number] > errors), len(parts))]
+        if not parts:
+            break
+    return [(_joined(some), count) for some, count in zip(parts, many, strict=False)], torch.cat(after)
+
+
+def _joined(parts: Sequence[Trial]) -> Trial:
+    """Trials of one calibration with some queries each as one."""
+    fields: list[Any] = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
+    return Trial(*fields)
 
 
 def _tried_widths(shape: AnyFit) -> list[float]:
@@ -408,13 +442,15 @@ def envelope(engine: Cascade, queries: Tensor, logits: Callable[[Tensor], Tensor
     """
     queries = queries[:ENVELOPE_QUERIES]
     errors, step = allowed(len(queries), fit.delta), max(1, _AT_ONCE // len(engine.layer.weight))
-    for width in ENVELOPES:
-        trial, beyond = fit._replace(envelope=width), 0 if width >= fit.width else errors + 1
-        for part in torch.split(queries, step):
-            if beyond > errors:
-                break
-            exact, ends = logits(part), engine.ends(part, trial)
-            beyond += int(((exact > ends.logits + ROUNDING * sizes(exact)).any(-1) & ends.answered).sum())
-        if beyond <= errors:
-            return trial
-    return fit
+    beyond = {width: 0 for width in ENVELOPES if width >= fit.width}  # queries, of the widths that may still do
+    for part in torch.split(queries, step):
+        if not beyond:
+            break
+        exact = logits(part)
+        slack = ROUNDING * sizes(exact)
+        for width in list(beyond):
+            ends = engine.ends(part, fit._replace(envelope=width))
+            beyond[width] += int(((exact > ends.logits.add_(slack)).any(-1) & ends.answered).sum())
+            if beyond[width] > errors:
+                del beyond[width]
+    return fit._replace(envelope=min(beyond)) if beyond else fit

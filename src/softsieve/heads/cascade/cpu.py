@@ -252,6 +252,7 @@ class CpuCascade(Cascade):
             probe_estimates=np.zeros(probes, np.float32),
             probe_spreads=np.zeros(probes, np.float32),
             tally=np.zeros(2, np.int64),
+            summed=np.zeros(4, np.float32),
         )
 
     # -- calibration ---------------------------------------------------------------------------------------------------

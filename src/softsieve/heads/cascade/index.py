@@ -24,6 +24,7 @@ from softsieve.heads.watching import CHUNK, checksums
 BLOCK = 512  # rows of the preview that are coded together, as the kernels have it
 CLIP = 12.0  # root mean squares of a column that codes reach; a row beyond has a large error, and it is known to
 LEVELS = 255  # of a predicted deviation
+CACHED = 1 << 20  # entries of a weight that are coded at a time on a CPU: they stay in a cache, as what is made of them
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row, as the kernels have it
 PROBES = 64  # rows that are always read
 
@@ -101,7 +102,7 @@ def build(
     few rows whose bias is far from the others' do not make all codes coarse.
     """
     (rows, size), device = weight.shape, weight.device
-    share = 0.3 / max(1, math.ceil(rows * size / CHUNK))
+    share = 0.3 / max(1, math.ceil(rows * size / _at_once(weight)))
     total, second = torch.zeros(size, dtype=torch.float64, device=device), Moments(size, device)
     for _, part in _parts(weight, None):
         total += part.sum(0, dtype=torch.float64)
@@ -175,9 +176,14 @@ def is_coded(index: Index, weight: Weight) -> bool:
     return len(index.centre) > weight.shape[1]
 
 
+def _at_once(weight: Weight) -> int:
+    """Entries that are worked on at a time."""
+    return CACHED if weight.is_cpu else CHUNK
+
+
 def _parts(weight: Weight, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """The rows in float32, with their bias if it is coded, some at a time."""
-    step = max(1, CHUNK // weight.shape[1])
+    step = max(1, _at_once(weight) // weight.shape[1])
     for start in range(0, len(weight), step):
         part = weight[start : start + step].float()
         yield start, part if bias is None else torch.cat([part, bias[start : start + step].float()[:, None]], -1)
