@@ -368,7 +368,8 @@ def _while_right(
     """
     parts: list[list[Trial]] = [[] for _ in fits]
     many, after = [0] * len(fits), []
-    for rows in torch.split(torch.arange(len(wrong)), PART):
+    step = len(wrong) if sample.engine.on_gpu else PART  # there few queries take as long as many
+    for rows in torch.split(torch.arange(len(wrong)), step):
         some = slice(int(rows[0]), int(rows[-1]) + 1)
         own = wrong[some]
         for number, (trial, fine, _) in enumerate(sample.some(some).ask(fits[: len(parts)])):
