@@ -53,6 +53,7 @@ ONLY_READ = {
     "results/sighan15.md": "a record: hours, SIGHAN 2015",
     "results/skipping.md": "a record: hours, four data sets",
     "results/skipping-cifar10.md": "a record: half an hour, CIFAR-10",
+    "results/skipping-eurosat.md": "a record: minutes, EuroSAT",
     "results/skipping-more.md": "a record: three data sets",
     "results/skipping-times.md": "a record: three data sets",
     "results/sst5-minilm.md": "a record: a GPU, a pretrained encoder, SST-5",
