@@ -25,7 +25,6 @@ GAP = (1e-6, 0.0)  # what is at least between the k-th logit and estimates: rela
 AHEAD = 8  # rows with the best estimates that are read first, besides k
 SHARE = 2  # when more than one in so many rows is to be read in full, all are
 CANCELLED = 1e-2  # of all that was estimated may remain in the end: a difference of sums has 1e-6 of that as its error
-LARGEST = 255  # spread
 PATIENCE = 8  # times that more rows are read before the whole weight is
 
 
@@ -204,22 +203,6 @@ def measure_errors(codes: Codes, which: int, known: int, extended: Any, scratch:
 
 
 @jit_stage
-def _has_sums(summed: Any, length: int, errors: Errors, ready: int) -> bool:
-    """Tell whether sums of exponentials that another plan left for the same query are those of this one.
-
-    They are the same for all widths, but where a deviation is beyond the bend. Where estimates have more columns than
-    those of a preview, another one follows, and what is said of this one is no matter.
-    """
-    if summed.size == 0 or ready < length:
-        return False
-    if ready > length:
-        return True
-    unit, bend = np.float32(errors.unit), min(np.float32(errors.bend), summed[3])
-    same = summed[0] == length and summed[1] == unit and summed[2] == np.float32(errors.correction)
-    return same and LARGEST * unit <= bend
-
-
-@jit_stage
 def preview_rows(
     codes: Codes, plan: Plan, which: int, known: int, ready: int, offset: Any, scale: float, scratch: Scratch
 ) -> Preview:
@@ -232,7 +215,7 @@ def preview_rows(
     n, k, length = codes.spreads.shape[1], plan.k, codes.previews[which]
     errors = _errors(plan, scale * codes.steps[which])
     y = scratch.y[SPREADS : SPREADS + length]
-    if _has_sums(scratch.summed, length, errors, ready):
+    if estimates.has_sums(scratch.summed, length, errors, ready):
         estimates.update_upper_ends(scratch.estimates, codes.spreads[which], errors, scratch.upper_ends)
     else:
         estimates.estimate_rows(

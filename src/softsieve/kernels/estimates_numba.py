@@ -30,6 +30,7 @@ from softsieve.kernels.rows_numba import add_columns
 COLUMNS = 4  # of the next block that are asked for at once, while as many of this one are multiplied
 PARTS = 8  # of all rows that threads choose survivors of
 CHOICE = 8  # what choosing takes for a row, in entries of a code
+LARGEST = 255  # spread
 _TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
 
 
@@ -207,6 +208,22 @@ def estimate_rows(
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
                 columns, b, known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
             )
+
+
+@jit_stage
+def has_sums(summed: Any, length: int, errors: Errors, ready: int) -> bool:
+    """Tell whether sums of exponentials that another plan left for the same query are those of this one.
+
+    They are the same for all widths, but where a deviation is beyond the bend. Where estimates have more columns than
+    those of a preview, another one follows, and what is said of this one is no matter.
+    """
+    if summed.size == 0 or ready < length:
+        return False
+    if ready > length:
+        return True
+    unit, bend = np.float32(errors.unit), min(np.float32(errors.bend), summed[3])
+    same = summed[0] == length and summed[1] == unit and summed[2] == np.float32(errors.correction)
+    return same and LARGEST * unit <= bend
 
 
 @jit_stage
