@@ -62,14 +62,14 @@ def write_weather(folder: Path) -> Path:
     return folder
 
 
-def count_calls(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What gets an entry for each call of a function."""
-    runs: list[str] = []
-    function = getattr(module, name)
+def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of every call from now on."""
+    calls: list[tuple[Any, ...]] = []
+    original = getattr(owner, name)
 
-    def spy(*args: Any) -> Any:
-        runs.append(name)
-        return function(*args)
+    def watched(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
 
-    monkeypatch.setattr(module, name, spy)
-    return runs
+    monkeypatch.setattr(owner, name, watched)
+    return calls

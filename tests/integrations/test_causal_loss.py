@@ -22,7 +22,7 @@ import transformers
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.lazy_logits import LazyLogits
 from softsieve.kernels import linear_ready
-from tests.helpers import count_calls
+from tests.helpers import spy
 from tests.integrations.architectures import NAMES, VOCABULARY, make, make_with_pictures
 
 Batch = dict[str, Tensor]
@@ -355,7 +355,7 @@ def test_memory_is_that_of_the_loss() -> None:
 
 
 def test_logits_are_held_in_a_compiled_model_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = count_calls(linear_ready, "forward", monkeypatch)
+    runs = spy(monkeypatch, linear_ready, "forward")
     model, batch = llama(), batch_of()
     dense = step(model, batch)
     for memory in (None, 10**9):

@@ -16,7 +16,7 @@ from softsieve import linear_as_cross_entropy, reference
 from softsieve.kernels import linear, linear_ready, linear_rows
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.linear_types import NUMBERS, Options
-from tests.helpers import IGNORED, count_calls
+from tests.helpers import IGNORED, spy
 from tests.kernels.test_linear_rows import CLASSES, MEMORY, OPTIONS, ROWS, make_layer
 
 DEVICES = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -83,10 +83,10 @@ def test_a_run_that_does_not_hold_logits_has_the_same_outputs(way: str, monkeypa
     if way == "triton":
         monkeypatch.setattr("softsieve.kernels.linear_held.choose", lambda *_: 0)
     monkeypatch.setattr(linear_rows, "block_rows", lambda *_: 0)
-    runs = count_calls(linear, "backward", monkeypatch)
+    runs = spy(monkeypatch, linear, "backward")
     for ours, other in zip(held, run(), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-6)
-    assert runs == ["backward"]
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -109,7 +109,7 @@ def test_logits_are_held_in_the_memory_that_is_allowed(compiler: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_only_wanted_gradients_are_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = count_calls(linear_ready, "forward", monkeypatch)
+    runs = spy(monkeypatch, linear_ready, "forward")
     hidden, weight, bias, target = layer(way)
     for leaf in (hidden, weight, bias):
         for other in (hidden, weight, bias):
@@ -125,14 +125,14 @@ def test_only_wanted_gradients_are_made(way: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_must_wait_for_their_factors_go_the_other_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = count_calls(linear_ready, "forward", monkeypatch)
+    runs = spy(monkeypatch, linear_ready, "forward")
     hidden, weight, _, target = layer(way)
     factor = torch.linspace(0, 2, ROWS, device=hidden.device)
     function = compiled(way, weight, target, reduction="none", return_stats=False)
     eager = linear_as_cross_entropy(hidden, weight, target, reduction="none", backend=way)
     ours, other = (torch.autograd.grad(loss, hidden, factor)[0] for loss in (function(hidden), eager))
     torch.testing.assert_close(ours, other, rtol=1e-4, atol=2e-6)
-    assert runs == []
+    assert not runs
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -26,7 +26,7 @@ from softsieve.kernels import linear as kernel
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.linear_types import Chunk, Layer, Options, Saved, Targets
 from softsieve.reference import losses as reference
-from tests.helpers import IGNORED, default_dtype, distance_to_margin
+from tests.helpers import IGNORED, default_dtype, distance_to_margin, spy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -134,19 +134,6 @@ def check(
     for leaf, grad in zip(leaves, grads, strict=True):
         assert grad.shape == leaf.shape
         assert grad.dtype == leaf.dtype
-
-
-def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
-    """The arguments of every call from now on."""
-    calls: list[tuple[Any, ...]] = []
-    original = getattr(owner, name)
-
-    def watched(*args: Any) -> Any:
-        calls.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(owner, name, watched)
-    return calls
 
 
 def near(ours: Tensor, true: Tensor, dtype: torch.dtype, name: str = "", tolerance: float | None = None) -> None:
