@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -140,7 +141,7 @@ def measured(
 ) -> list[Result]:  # fmt: skip
     """Times, peaks and ratios to the fastest of the first ``rivals``."""
     taken = turns(list(calls.values()), repeats=repeats, device=device)
-    fastest = min(percentiles(times)[1] for times in taken[:rivals])
+    fastest = min((percentiles(times)[1] for times in taken[:rivals]), default=math.nan)
     results = []
     for (method, call), times in zip(calls.items(), taken, strict=True):
         between()

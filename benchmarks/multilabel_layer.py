@@ -2,8 +2,9 @@
 
 The rival trains as ELMO (arXiv 2510.11168) does: logits of some classes, the gradient in their place, its share of the
 states' gradient, and SGD with stochastic rounding at once. It computes no loss, which ELMO skips too. It is written in
-plain torch, which torch.compile fuses where that is asked for; on a GPU also with the update in one kernel of ours, as
-ELMO has one, with chunks of as many classes as the others and with ELMO's eight chunks.
+plain torch; on a GPU also with the update in one kernel of ours, as ELMO has one, with chunks of as many classes as the
+others and with ELMO's eight chunks. Where that is asked for, torch.compile fuses it: in chunks of both sizes, and with
+all classes at once, which takes logits and a gradient of the weight of full size and is left out where they do not fit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from torch import Tensor
 
 from benchmarks.multilabel import DELTA, Case, Result, measured
 from softsieve import HeadSGD, SieveLinear, reference
+from softsieve.errors import first_line
 from softsieve.kernels import updates
 
-CHUNKED, COMPILED = "BCE in chunks, as ELMO", "the same, torch.compile"
+CHUNKED = "BCE in chunks, as ELMO"
 FUSED, EIGHT = "the same, update in one kernel", "the same, 8 chunks"
+COMPILED, COMPILED_EIGHT = "BCE in chunks, torch.compile", "BCE in 8 chunks, torch.compile"
+COMPILED_WHOLE = "BCE at once, torch.compile"
 OURS = "softsieve, SieveLinear"
 CHUNK = {"cpu": 2048, "cuda": 32768}  # classes of the rival at a time
 LAYER_SHAPES = {"cpu": ["65536x256"], "cuda": ["1048576x768", "3000000x768"]}
 RATE = 1e-5  # so small that labels stay as they are made
 CHECKED = 1e12  # a rate with which the weight's change is all that there is of the weight
 AT_ONCE = 64  # rows of the exact gradient at a time
+GRAPHS = 64  # shapes that torch.compile may make code for, at most: two for each layer and size of chunks
 
 
 def make_layer(
@@ -90,12 +95,16 @@ def bce_chunk(hidden: Tensor, part: Tensor, rows: Tensor, columns: Tensor, rate:
     gradient = torch.sigmoid_(hidden @ part.T)
     gradient[rows, columns] -= 1
     to_hidden = gradient @ part
+    _sgd(hidden, part, gradient, rate)
+    return to_hidden
+
+
+def _sgd(hidden: Tensor, part: Tensor, gradient: Tensor, rate: float) -> None:
     exact = part.float() - rate / len(hidden) * (gradient.T @ hidden).float()
     if part.dtype == torch.bfloat16:  # rounded stochastically
         noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device)
         exact = ((exact.view(torch.int32) + noise) & -65536).view(torch.float32)
     part.copy_(exact)
-    return to_hidden
 
 
 def fused_chunk(hidden: Tensor, part: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
@@ -108,27 +117,67 @@ def fused_chunk(hidden: Tensor, part: Tensor, rows: Tensor, columns: Tensor, rat
     return to_hidden
 
 
+def static_step(
+    hidden: Tensor, weight: Tensor, numbers: Tensor, chunk: int, rate: float, update: Callable[..., Tensor]
+) -> Tensor:
+    """`chunked_step` for a compiler: every chunk has all labels, so that all but the last have the same shapes."""
+    to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    for start in range(0, len(weight), chunk):
+        to_hidden += update(hidden, weight[start : start + chunk], numbers - start, rate)
+    return to_hidden
+
+
+def static_chunk(hidden: Tensor, part: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """`bce_chunk` with the columns (rows, labels) of all labels, of which those outside of the chunk do not count.
+
+    They are compared, not looked up: so all that is done with a logit is one pass over it.
+    """
+    at = torch.arange(len(part), device=part.device)
+    hit = columns[:, :1] == at
+    for label in range(1, columns.shape[1]):
+        hit = hit | (columns[:, label : label + 1] == at)
+    gradient = (torch.sigmoid((hidden @ part.T).float()) - hit.float()).to(part.dtype)
+    to_hidden = gradient @ part
+    _sgd(hidden, part, gradient, rate)
+    return to_hidden
+
+
 def _rivals(
     hidden: Tensor, weight: Tensor, numbers: Tensor, compiled: bool
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
     """Steps of the rivals, each tried once; and why one cannot be had."""
     device, classes = hidden.device.type, len(weight)
-    ways: dict[str, tuple[Callable[..., Tensor], int]] = {CHUNKED: (bce_chunk, CHUNK[device])}
+    eight = -(-classes // 8)
+    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
+        CHUNKED: (chunked_step, bce_chunk, CHUNK[device])
+    }
     if device == "cuda":
-        ways |= {FUSED: (fused_chunk, CHUNK[device]), EIGHT: (fused_chunk, -(-classes // 8))}
-    if compiled:
-        ways[COMPILED] = torch.compile(bce_chunk, dynamic=True), CHUNK[device]
+        ways |= {FUSED: (chunked_step, fused_chunk, CHUNK[device]), EIGHT: (chunked_step, fused_chunk, eight)}
+    if compiled:  # fullgraph: with too many shapes it says so, and does not run without being compiled
+        update = torch.compile(static_chunk, dynamic=False, fullgraph=True)
+        sizes = {COMPILED: CHUNK[device], COMPILED_EIGHT: eight, COMPILED_WHOLE: classes}
+        ways |= {method: (static_step, update, chunk) for method, chunk in sizes.items()}
     there: dict[str, Callable[[], object]] = {}
     missing: dict[str, str] = {}
-    for method, (update, chunk) in ways.items():
-        step = partial(chunked_step, hidden, weight, numbers, chunk, RATE, update)
+    for method, (step_by, update, chunk) in ways.items():
+        step = partial(step_by, hidden, weight, numbers, chunk, RATE, update)
         try:
-            step()
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+                step()
+            _wait(device)
         except Exception as error:  # of a compiler, or no memory: the others are still to be measured
-            missing[method] = f"{type(error).__name__}: {error}"
+            missing[f"{method}, {classes} x {hidden.shape[1]}"] = f"{type(error).__name__}: {first_line(error)}"
         else:
             there[method] = step
+        gc.collect()  # of a compiler that failed, which holds what it was to compile with
     return there, missing
+
+
+def _wait(device: str) -> None:
+    """What a GPU refuses is said when it is waited for."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
