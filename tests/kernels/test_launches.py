@@ -72,3 +72,16 @@ def test_keys_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in range(10):
         launch(key, (), (1, 1, 1), num_warps=1)
         assert len(launch.compiled) <= 3
+
+
+def test_a_key_of_types_tells_apart_what_triton_does() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    launch = launches.Launches(kernel)
+    others = [(x, 1), (x, 5), (x, 16), (x, 2**31), (x, 2.0), (x.half(), 16)]
+    for args in (*others, (x, 7), (x, 32), (torch.ones(8), 3), (x, 3.0), *others):
+        launch.by_types((1, 1, 1), args, (64,), num_warps=1)
+    assert len(kernel.compiled) == len(others)
+    launch.by_types((1, 1, 1), (x, 16), (128,), num_warps=1)
+    launch.by_types((1, 1, 1), (x, 16), (64,), num_warps=2)
+    assert len(kernel.compiled) == len(others) + 2
+    assert [args[2:] for args in kernel.compiled[1].launched] == [(7, 64), (3, 64), (5, 64)]

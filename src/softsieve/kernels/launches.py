@@ -26,6 +26,14 @@ class Launches:
         self.kernel = kernel
         self.compiled: dict[Hashable, Any] = {}
 
+    def by_types(
+        self, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
+    ) -> None:
+        """Launch with a key of what Triton would ask: ``args`` are tensors and numbers, which constants come after."""
+        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+        key = (tensors[0].device, *map(_kind, args), constants, *options.values())
+        self(key, tensors, grid, *args, *constants, **options)
+
     def __call__(
         self, key: Hashable, tensors: tuple[Tensor, ...], grid: tuple[int, int, int], *args: Any, **options: Any
     ) -> None:
@@ -45,3 +53,12 @@ class Launches:
             if len(self.compiled) >= MOST:
                 self.compiled.clear()
             self.compiled[key] = compiled
+
+
+def _kind(arg: Any) -> Hashable:
+    """What compiled code depends on of an argument: 1 is a constant to Triton, and so is what 16 divides."""
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    if type(arg) is int:
+        return arg == 1, arg % 16 == 0, arg.bit_length() // 32
+    return float if type(arg) is float else arg

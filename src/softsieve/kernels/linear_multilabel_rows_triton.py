@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import LARGEST, _log1p
+from softsieve.kernels.launches import Launches
 from softsieve.kernels.linear_types import Entries, SavedSides, Scan, Settled
 
 
@@ -37,15 +38,16 @@ def _own(
             tl.store(wrong, 1)
 
 
+_launch_own = Launches(_own)
+
+
 def own_labels(labels: Tensor, first: int, count: int, classes: int, ignore_index: int, *, check: bool) -> Tensor:
     """Labels (rows, so many) counted from this shard's ``first`` class, -1 for others; on a GPU all can be asserted."""
     rows, width = labels.shape
     own = torch.empty_like(labels)
     wrong = labels.new_zeros((), dtype=torch.int32) if check else labels
-    _own[(rows,)](
-        labels, own, wrong, width, first, count, classes, ignore_index,
-        CHECKED=check, BLOCK=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
+    args = labels, own, wrong, width, first, count, classes, ignore_index
+    _launch_own.by_types((rows, 1, 1), args, (check, triton.next_power_of_2(width)), num_warps=1)
     if check:
         torch._assert_async(wrong == 0, f"labels: expected different class numbers in [0, {classes}) in every row")
     return own
@@ -113,6 +115,9 @@ def _finish(
     tl.store(gradient + row * width + at, g, mask=inside)
 
 
+_launch_finish = Launches(_finish)
+
+
 def finish(
     state: Scan, settled: Settled, labels: Tensor, delta: Tensor, classes: int, unlisted: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, SavedSides]:
@@ -121,10 +126,11 @@ def finish(
     loss, margin, lse, norm = (settled.threshold.new_empty(rows) for _ in range(4))
     kept, kept_negatives = (labels.new_empty(rows) for _ in range(2))
     gradient = loss.new_empty(rows, width)
-    _finish[(rows,)](
+    args = (
         labels, delta, *state, *settled[:3], loss, kept, margin, kept_negatives, lse, norm, gradient,
-        width, delta.ndim, classes, ignore_index, BLOCK=triton.next_power_of_2(width), num_warps=1,
+        width, delta.ndim, classes, ignore_index,
     )  # fmt: skip
+    _launch_finish.by_types((rows, 1, 1), args, (triton.next_power_of_2(width),), num_warps=1)
     lists = settled.listed, settled.classes, settled.logits
     saved = SavedSides(settled.threshold, kept_negatives, lse, norm, *lists, torch.tensor(unlisted), gradient)
     return loss, kept, margin, saved
@@ -159,15 +165,18 @@ def _entries(
     tl.store(values + row * width + lane, own * times, mask=lane < width)
 
 
+_launch_entries = Launches(_entries)
+
+
 def list_entries(label: Tensor, factor: Tensor, saved: SavedSides, none: int) -> tuple[Entries, Tensor]:
     """The gradient of the kept classes of listed rows, of both sides; and that of all rows' labels, (rows, labels)."""
     (rows, width), listed = label.shape, saved.classes.shape[1]
     entries = triton.next_power_of_2(listed + width)  # kernels are compiled for few widths
     values = torch.empty_like(saved.positives)
     made = Entries(saved.logits.new_empty(rows, entries), saved.classes.new_empty(rows, entries), none)
-    _entries[(rows,)](
+    args = (
         factor, label, saved.listed, saved.classes, saved.logits, saved.lse, saved.norm, saved.positives, values,
         made.coefficients, made.keys, width, none,
-        LISTED=listed, ENTRIES=entries, BLOCK=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
+    _launch_entries.by_types((rows, 1, 1), args, (listed, entries, triton.next_power_of_2(width)), num_warps=1)
     return made, values

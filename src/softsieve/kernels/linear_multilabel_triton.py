@@ -13,10 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _logit
+from softsieve.kernels.launches import Launches
 from softsieve.kernels.linear_triton import TILE
 from softsieve.kernels.linear_types import Chunk, Layer, Scan
 
 STRIP = 16  # tiles of classes of a program
+ROWS, DEPTH, WARPS, STAGES = (
+    128,
+    64,
+    4,
+    3,
+)  # of a program of the first pass: rows and columns at a time, as Triton has them
 _TILE = tl.constexpr(TILE)
 
 
@@ -105,6 +112,9 @@ def _scan_layer(
     tl.store(totals + strip * rows + row, running, mask=present)
 
 
+_launch_take, _launch_put, _launch_scan_layer = Launches(_take), Launches(_put), Launches(_scan_layer)
+
+
 def scans_layer(layer: Layer) -> bool:
     """Whether `scan_layer` is for this layer."""
     return layer.hidden.dtype in (torch.bfloat16, torch.float16)
@@ -121,14 +131,15 @@ def scan_layer(layer: Layer, label: Tensor, own: Tensor) -> tuple[Scan, Tensor]:
     strips = triton.cdiv(tiles, STRIP)
     maxima = hidden.new_empty(rows, tiles)
     tops, totals = (hidden.new_empty(strips, rows, dtype=torch.float32) for _ in range(2))
-    block = max(16, min(128, triton.next_power_of_2(rows)))
-    depth = max(16, min(64, triton.next_power_of_2(size)))
-    _scan_layer[(triton.cdiv(rows, block) * strips,)](
+    block = max(16, min(ROWS, triton.next_power_of_2(rows)))
+    depth = max(16, min(DEPTH, triton.next_power_of_2(size)))
+    args = (
         hidden, weight, weight if bias is None else bias, label, own, tops, totals, maxima,
         rows, len(weight), size, labels, tiles,
-        BIASED=bias is not None, EVEN=size % depth == 0, STRIP=STRIP,
-        ROWS=block, LABELS=triton.next_power_of_2(labels), DEPTH=depth, num_warps=4, num_stages=3,
     )  # fmt: skip
+    constants = bias is not None, size % depth == 0, STRIP, block, triton.next_power_of_2(labels), depth
+    grid = triton.cdiv(rows, block) * strips, 1, 1
+    _launch_scan_layer.by_types(grid, args, constants, num_warps=WARPS, num_stages=STAGES)
     rival = tops.amax(0)
     top = rival.clamp_min(0)  # a NaN stays one
     total = totals.mul_(tops.sub_(top).exp_()).sum(0)
@@ -139,16 +150,15 @@ def take_labels(chunk: Chunk, label: Tensor, own: Tensor) -> None:
     """Write the logits of labels that are in the chunk to ``own``, and -inf in their place. Both (rows, labels)."""
     products, bias, _, start = chunk
     rows, labels = label.shape
-    _take[(rows,)](
-        products, products if bias is None else bias, label, own, start, products.shape[1], labels,
-        BIASED=bias is not None, BLOCK=triton.next_power_of_2(labels), num_warps=1,
-    )  # fmt: skip
+    args = products, products if bias is None else bias, label, own, start, products.shape[1], labels
+    constants = bias is not None, triton.next_power_of_2(labels)
+    _launch_take.by_types((rows, 1, 1), args, constants, num_warps=1)
 
 
 def put_labels(chunk: Chunk, rows: Tensor, label: Tensor, values: Tensor | None) -> None:
     """Put values (rows of all, labels) in the place of labels, -inf for None; the chunk is of ``rows`` alone."""
     labels = label.shape[1]
-    _put[(len(rows),)](
-        chunk.products, rows, label, label if values is None else values, chunk.start, chunk.products.shape[1], labels,
-        VALUED=values is not None, BLOCK=triton.next_power_of_2(labels), num_warps=1,
-    )  # fmt: skip
+    products, put = chunk.products, label if values is None else values
+    args = products, rows, label, put, chunk.start, products.shape[1], labels
+    constants = values is not None, triton.next_power_of_2(labels)
+    _launch_put.by_types((len(rows), 1, 1), args, constants, num_warps=1)

@@ -50,7 +50,9 @@ def step(
             differentiate(chunk, rows)
         add_products(chunk.products, part.hidden, layer.weight[classes], sums, grad, grad_bias, first=True)
         begin, end = begins[number : number + 2]
-        backend.spread(entries.part(begin, end, entries.keys[begin:end] - chunk.start), layer.hidden, grad, grad_bias)
+        if begin < end:
+            own = entries.part(begin, end, entries.keys[begin:end] - chunk.start)
+            backend.spread(own, layer.hidden, grad, grad_bias)
         stepper.step(layer, classes, grad, grad_bias)
     if to_hidden is not None and len(rows):
         to_hidden[rows] = sums.to(to_hidden.dtype)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, _logit, reduce_rows
+from softsieve.kernels.launches import Launches
 from softsieve.kernels.linear_types import (
     Chunk,
     Entries,
@@ -323,8 +324,14 @@ def _spread(
                 tl.store(grad_bias + j, alone.to(grad_bias.dtype.element_ty))
 
 
-def _logit_options(chunk: Chunk | Layer) -> dict[str, bool]:
-    return {"BIASED": chunk.bias is not None, "CAPPED": chunk.cap > 0}
+_launch_scan, _launch_sum_kept, _launch_differentiate = Launches(_scan), Launches(_sum_kept), Launches(_differentiate)
+_launch_settle, _launch_finish, _launch_entries = Launches(_settle), Launches(_finish), Launches(_entries)
+_launch_combine, _launch_spread = Launches(_combine), Launches(_spread)
+
+
+def _logit_options(chunk: Chunk | Layer) -> tuple[bool, bool]:
+    """BIASED and CAPPED."""
+    return chunk.bias is not None, chunk.cap > 0
 
 
 def _block(width: int, most: int) -> int:
@@ -342,21 +349,18 @@ def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
     rows, width = products.shape
     warps = 4 if rows <= FEW_ROWS else 2
     tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 4 * warps)
-    _scan[(rows,)](
-        products, products if bias is None else bias, label, *state, marks,
-        start, width, marks.shape[1], cap, **_logit_options(chunk), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
-        num_warps=warps,
-    )  # fmt: skip
+    args = (products, products if bias is None else bias, label, *state, marks, start, width, marks.shape[1], cap)
+    constants = *_logit_options(chunk), width % (tiles * TILE) == 0, tiles
+    _launch_scan.by_types((rows, 1, 1), args, constants, num_warps=warps)
 
 
 def sum_kept(chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
     """Count the kept classes of a chunk, without the label, and add up their exponentials."""
     products, bias, cap, start = chunk
     width = products.shape[1]
-    _sum_kept[(len(rows),)](
-        products, products if bias is None else bias, rows, label, own, *settled[:3],
-        start, width, cap, **_logit_options(chunk), BLOCK=_block(width, 2048), num_warps=4,
-    )  # fmt: skip
+    args = (products, products if bias is None else bias, rows, label, own, *settled[:3], start, width, cap)
+    constants = *_logit_options(chunk), _block(width, 2048)
+    _launch_sum_kept.by_types((len(rows), 1, 1), args, constants, num_warps=4)
 
 
 def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, saved: Saved | SavedSides) -> None:
@@ -364,10 +368,9 @@ def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, sav
     products, bias, cap, start = chunk
     width = products.shape[1]
     block = _block(width, 2048)
-    _differentiate[(len(rows), triton.cdiv(width, block))](
-        products, products if bias is None else bias, rows, label, factor, *saved[:4],
-        start, width, cap, **_logit_options(chunk), BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    args = (products, products if bias is None else bias, rows, label, factor, *saved[:4], start, width, cap)
+    grid = len(rows), triton.cdiv(width, block), 1
+    _launch_differentiate.by_types(grid, args, (*_logit_options(chunk), block), num_warps=4)
 
 
 def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
@@ -381,12 +384,12 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     logits = hidden.new_empty(rows, LISTED, dtype=torch.float32)
     settled = Settled(threshold, rivals, odds, listed, classes, logits, hidden.new_zeros(3, dtype=torch.int32))
     tiles = marks.shape[1]
-    _settle[(rows,)](
+    args = (
         hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state[:3], *settled,
         size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
-        VISITED=VISITED, LISTED=LISTED, **_logit_options(layer), TILES=min(triton.next_power_of_2(tiles), 2048),
-        BLOCK=128, num_warps=8,
     )  # fmt: skip
+    constants = VISITED, LISTED, *_logit_options(layer), min(triton.next_power_of_2(tiles), 2048), 128
+    _launch_settle.by_types((rows, 1, 1), args, constants, num_warps=8)
     return settled
 
 
@@ -398,11 +401,13 @@ def finish(
     rows = len(label)
     loss, lse, norm, share, margin = (settled.threshold.new_empty(rows) for _ in range(5))
     kept, right = label.new_empty(rows), label.new_empty(rows, dtype=torch.bool)
-    _finish[(triton.cdiv(rows, 256),)](
+    args = (
         label, loss if class_weight is None else class_weight, loss if row_weight is None else row_weight,
-        *state, *settled[:3], loss, kept, lse, norm, share, margin, right,
-        rows, first, classes, CLASSES=class_weight is not None, ROWS=row_weight is not None, BLOCK=256,
+        *state, *settled[:3], loss, kept, lse, norm, share, margin, right, rows, first, classes,
     )  # fmt: skip
+    _launch_finish.by_types(
+        (triton.cdiv(rows, 256), 1, 1), args, (class_weight is not None, row_weight is not None, 256)
+    )
     loss, valid = reduce_rows(loss, kept, share, reduction)
     torch._assert_async(valid, f"target: expected labels in [0, {classes})")
     return loss, kept, lse, norm, share, margin, right
@@ -412,11 +417,12 @@ def make_entries(layer: Layer, label: Tensor, factor: Tensor, saved: Saved) -> E
     """Of rows that have a gradient and whose kept classes are listed."""
     rows, width = saved.classes.shape
     made = Entries(saved.logits.new_empty(rows, width + 1), saved.classes.new_empty(rows, width + 1), len(layer.weight))
-    _entries[(rows,)](
+    args = (
         factor, label, saved.kept, saved.listed, saved.own, saved.lse, saved.norm, saved.classes, saved.logits,
         made.coefficients, made.keys, layer.cap, made.none,
-        LISTED=width, CAPPED=layer.cap > 0, WIDTH=triton.next_power_of_2(width + 1), num_warps=1,
     )  # fmt: skip
+    constants = width, layer.cap > 0, triton.next_power_of_2(width + 1)
+    _launch_entries.by_types((rows, 1, 1), args, constants, num_warps=1)
     return made
 
 
@@ -424,10 +430,8 @@ def combine(entries: Entries, listed: Tensor, weight: Tensor, grad: Tensor) -> N
     """Gradients of the hidden states of listed rows; others are left alone."""
     rows, size = grad.shape
     block = _block(size, 1024)
-    _combine[(rows, triton.cdiv(size, block))](
-        entries.coefficients, entries.keys, listed, weight, grad, size, entries.none,
-        ENTRIES=entries.keys.shape[1], BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    args = entries.coefficients, entries.keys, listed, weight, grad, size, entries.none
+    _launch_combine.by_types((rows, triton.cdiv(size, block), 1), args, (entries.keys.shape[1], block), num_warps=4)
 
 
 def spread(entries: SortedEntries, hidden: Tensor, grad: Tensor | None, grad_bias: Tensor | None) -> None:
@@ -436,8 +440,9 @@ def spread(entries: SortedEntries, hidden: Tensor, grad: Tensor | None, grad_bia
     if count := len(keys):
         size = hidden.shape[1]
         block = _block(size, 512)
-        _spread[(count, triton.cdiv(size, block))](
+        args = (
             coefficients, keys, order, hidden, hidden if grad is None else grad,
-            hidden if grad_bias is None else grad_bias, count, size, ENTRIES=coefficients.shape[1],
-            WEIGHTED=grad is not None, BIASED=grad_bias is not None, BLOCK=block, num_warps=4,
+            hidden if grad_bias is None else grad_bias, count, size,
         )  # fmt: skip
+        constants = coefficients.shape[1], grad is not None, grad_bias is not None, block
+        _launch_spread.by_types((count, triton.cdiv(size, block), 1), args, constants, num_warps=4)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from softsieve.kernels.launches import Launches
 from softsieve.kernels.updates import SGD, AdamW
 
 BLOCK = 1024
@@ -129,6 +130,9 @@ def _sgd_product(
         _store(values, place, inside, _load(values, place, inside, BITS) - lr * total, seed, BITS)
 
 
+_launch_sgd, _launch_adamw, _launch_sgd_product = Launches(_sgd), Launches(_adamw), Launches(_sgd_product)
+
+
 def sgd_product(value: Tensor, gradient: Tensor, hidden: Tensor, lr: float, seed: int | None) -> None:
     """``value -= lr * gradient.T @ hidden``, the product written nowhere, and rounded as `update` does.
 
@@ -137,28 +141,24 @@ def sgd_product(value: Tensor, gradient: Tensor, hidden: Tensor, lr: float, seed
     (classes, size), rows, bits = value.shape, len(hidden), seed is not None
     paired = bits and size % 2 == 0 and value.data_ptr() % 4 == 0
     most = triton.next_power_of_2
-    block = {"CLASSES": 64, "COLUMNS": max(16, min(128, most(size))), "ROWS": max(16, min(64, most(rows)))}
+    block = 64, max(16, min(128, most(size))), max(16, min(64, most(rows)))  # classes, columns, rows
     values = value.view(torch.int32 if paired else torch.int16) if bits else value
-    _sgd_product[(triton.cdiv(classes, block["CLASSES"]) * triton.cdiv(size, block["COLUMNS"]),)](
-        values, gradient, hidden, classes, rows, size, lr, seed or 0,
-        BITS=bits, PAIRED=paired, **block, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    args = values, gradient, hidden, classes, rows, size, lr, seed or 0
+    grid = triton.cdiv(classes, block[0]) * triton.cdiv(size, block[1]), 1, 1
+    _launch_sgd_product.by_types(grid, args, (bits, paired, *block), num_warps=4, num_stages=3)
 
 
 def update(value: Tensor, grad: Tensor, states: Sequence[Tensor], rule: SGD | AdamW, seed: int | None) -> None:
     """As `kernels.updates.update`; contiguous tensors of fewer than 2^31 numbers."""
     count, bits = value.numel(), seed is not None
     values = value.view(torch.int16) if bits else value
-    grid = (triton.cdiv(count, BLOCK),)
+    grid = triton.cdiv(count, BLOCK), 1, 1
     if isinstance(rule, SGD):
         momentum = bool(rule.momentum)
-        _sgd[grid](
-            values, grad, states[0] if momentum else grad, count, rule.lr, rule.momentum, rule.weight_decay, seed or 0,
-            MOMENTUM=momentum, BITS=bits, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        buffers = states[0] if momentum else grad
+        args = values, grad, buffers, count, rule.lr, rule.momentum, rule.weight_decay, seed or 0
+        _launch_sgd.by_types(grid, args, (momentum, bits, BLOCK), num_warps=4)
         return
     scale1, scale2 = 1 / rule.correction1, rule.correction2**-0.5
-    _adamw[grid](
-        values, grad, *states, count, rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, scale1, scale2,
-        seed or 0, BITS=bits, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+    numbers = count, rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, scale1, scale2, seed or 0
+    _launch_adamw.by_types(grid, (values, grad, *states, *numbers), (bits, BLOCK), num_warps=4)
