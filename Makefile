@@ -43,7 +43,9 @@ RESULTS := benchmarks/results
 test-gpu:
 	$(PYTHON) -m pytest -q tests/kernels/test_cascade_triton.py tests/heads/test_cascade_on_gpu.py \
 		tests/integrations/test_adaptive_head_on_gpu.py tests/integrations/test_vllm_on_gpu.py \
+		tests/integrations/test_vllm_building.py tests/layers/test_sieve_linear.py tests/layers/test_updates.py \
 		tests/kernels/test_cross_entropy_triton.py tests/kernels/test_multilabel_triton.py \
+		tests/kernels/test_linear_multilabel_triton.py \
 		tests/kernels/test_linear_held.py tests/kernels/test_linear_ready.py \
 		tests/losses/test_linear.py tests/losses/test_linear_multilabel.py tests/losses/test_cuda.py \
 		--junit-xml=$(RESULTS)/test-gpu.xml

@@ -69,6 +69,21 @@ def test_one_command_writes_an_index_that_an_engine_finds(model: Path) -> None:
     assert ((right.logits - best.values).abs().amax(-1) < 1e-3).sum() >= 40
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_index_that_is_built_on_a_gpu_answers_there(model: Path, tmp_path: Path) -> None:
+    done = build(model, "--out", str(tmp_path / "gpu"), "--device", "cuda")
+    assert done.exit_code == 0, done.output
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    weight = network.lm_head.weight.detach().to("cuda", torch.bfloat16)
+    folder = index_folder.find_index(tmp_path / "gpu", weight, None, rank=0, ranks=1)
+    head = ShardedAdaptiveSoftmax.load(folder, weight=weight)
+    assert {k: fit.eps for k, fit in head.head.calibrations.items()} == {4: 0.9, 20: 0.1}
+    states = index_folder.read_states(folder)[0][-50:].to("cuda", torch.bfloat16)
+    best = (states.float() @ weight.float().T).topk(20)
+    right = head.topk(states, 20)
+    assert ((right.logits.float() - best.values).abs().amax(-1) < 1e-3).sum() >= 40
+
+
 def test_a_second_call_keeps_what_is_there_and_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "index"
     assert build(model, "--out", str(out)).exit_code == 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
@@ -488,6 +489,24 @@ def test_logits_are_spread_alike_on_any_device(k: int, dtype: torch.dtype) -> No
     made = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     answer = AdaptiveSoftmax(made).topk(make_states(5, 1)[:, :8].float(), k)
     torch.testing.assert_close(spread_on_device(answer, 50, dtype), spread(answer, 50, dtype), rtol=0, atol=0)
+
+
+def test_logits_are_spread_with_nothing_that_comes_from_the_host() -> None:
+    """A number that is copied to a GPU waits for it, and cannot be part of a graph."""
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+            names.append(str(function))
+            return function(*args, **(options or {}))
+
+    names: list[str] = []
+    answer = AdaptiveSoftmax(torch.eye(50)).topk(torch.rand(2, 50), 3)
+    with Asked():
+        spread_on_device(answer, 50, torch.bfloat16)
+        assert "aten.nextafter.default" in names
+        assert "aten.lift_fresh.default" not in names
+        torch.tensor(1.0)
+    assert "aten.lift_fresh.default" in names
 
 
 def test_an_index_of_another_kind_of_device_is_refused(

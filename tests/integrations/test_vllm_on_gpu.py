@@ -19,7 +19,7 @@ from softsieve.integrations.vllm.layer import Site, adaptive_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ROWS, COLUMNS = 20000, 320
+ROWS, COLUMNS, EPS = 20000, 320, 0.3
 
 
 class UnquantizedEmbeddingMethod:
@@ -34,6 +34,9 @@ class StandIn(nn.Module):
     def forward(self, lm_head: Any, hidden: Tensor, bias: Any = None, skip_gather: bool = False) -> Tensor:
         return nn.functional.linear(hidden, lm_head.weight)
 
+    def get_top_tokens(self, lm_head: Any, hidden: Tensor, bias: Any = None) -> Tensor:
+        return self.forward(lm_head, hidden).argmax(-1)
+
 
 @pytest.fixture(scope="module")
 def made() -> SyntheticHead:
@@ -43,12 +46,12 @@ def made() -> SyntheticHead:
 @pytest.fixture(scope="module")
 def index(made: SyntheticHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("index")
-    head = AdaptiveSoftmax(made.weight, eps=0.1, delta=0.01, method="cascade")
+    head = AdaptiveSoftmax(made.weight, eps=EPS, delta=0.01, method="cascade")
     head.calibrate(made.calibration, [4], generator=torch.Generator().manual_seed(0))
     head.save(folder / "rank-0-of-1.safetensors", weight=False)
     index_folder.write_states(folder, made.calibration.cpu(), {})
     own, dtype = index_folder.fingerprint(made.weight, None), str(made.weight.dtype).removeprefix("torch.")
-    index_folder.write_description(folder, Description(ROWS, COLUMNS, dtype, 1.0, 0.1, 0.01, [4], [own]))
+    index_folder.write_description(folder, Description(ROWS, COLUMNS, dtype, 1.0, EPS, 0.01, [4], [own]))
     return folder
 
 
@@ -67,16 +70,29 @@ def runner(index: Path, made: SyntheticHead) -> Iterator[tuple[Any, Any, Any]]:
     tracker._tracked.clear()
 
 
+def check_answers(processor: Any, reason: str) -> None:
+    """The adaptive head gave answers: where something is wrong with it the exact one does, and the log says what."""
+    adaptive = processor.adaptive
+    assert adaptive.serving is not None, f"the adaptive head gave up while {reason}: see the log"
+    assert adaptive._pending is not None, f"no answer was adaptive: {adaptive.counters.exact()}"
+    answers, bytes_read, fallbacks = adaptive._pending.tolist()
+    assert answers > 0, f"all {fallbacks} queries took the whole weight"
+    assert bytes_read > 0
+
+
 def test_a_step_does_not_wait_and_chooses_as_the_exact_head(runner: Any, made: SyntheticHead) -> None:
     processor, head, _ = runner
     states = made.test.to(made.weight.dtype)
-    processor(head, states[:8])
+    for _ in range(3):  # launched one by one, then recorded, which waits, then replayed
+        processor(head, states[:8])
+    check_answers(processor, "it was warmed up")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = torch.cat([processor(head, some).argmax(-1) for some in torch.split(states, 8)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    check_answers(processor, "waiting was an error")
     right = nn.functional.linear(states, made.weight)
     best = right.gather(-1, found[:, None])[:, 0] == right.amax(-1)
     assert best.double().mean() > 0.98
@@ -87,15 +103,20 @@ def test_the_calls_of_a_step_are_captured_in_a_graph(runner: Any, made: Syntheti
     states = made.test.to(made.weight.dtype)
     hidden = states[:8].clone()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             processor(head, hidden)
             processor.get_top_tokens(head, hidden)
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    check_answers(processor, "it was warmed up")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = processor(head, hidden)
         drafted = processor.get_top_tokens(head, hidden)  # as the model of a draft asks
+        gave_up = processor.adaptive.serving is None
+    assert not gave_up, "the adaptive head gave up while it was captured: see the log"
     wrong = torch.zeros(2, dtype=torch.int64, device=states.device)  # tokens of the logits, and drafted
     for some in torch.split(states, 8):
         hidden.copy_(some)
@@ -103,7 +124,8 @@ def test_the_calls_of_a_step_are_captured_in_a_graph(runner: Any, made: Syntheti
         right = nn.functional.linear(some, made.weight)
         chosen = torch.stack([logits.argmax(-1), drafted], 1)
         wrong += (right.gather(-1, chosen) != right.amax(-1, keepdim=True)).sum(0)
-    assert (wrong < 0.02 * len(states)).all()
+    check_answers(processor, "graphs were replayed")
+    assert (wrong < 0.02 * len(states)).all(), f"wrong of {len(states)}: {wrong.tolist()}"
 
 
 def test_answers_are_counted_now_and_then(runner: Any, made: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,6 @@ def spread_on_device(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(values).scatter_(-1, answer.indices, values)
     share = (answer.logits.double() - log_z[:, None]).exp().sum(-1)
     rest = (1 - share).clamp_min(torch.finfo(torch.float64).tiny).log()
-    below = torch.nextafter(values[:, -1], values.new_tensor(-math.inf))
+    below = torch.nextafter(values[:, -1], torch.full_like(values[:, -1], -math.inf))  # made there, and not copied
     floor = torch.minimum((log_z + rest - math.log(rows - k)).float(), below)
     return floor[:, None].repeat(1, rows).scatter_(-1, answer.indices, values)
