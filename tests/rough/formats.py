@@ -170,6 +170,39 @@ def used(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return attempt
 
 
+@a_format("index for vLLM")
+def vllm_index(folder: Path) -> Prepared:
+    """An engine that may not start without it; with a rank's head, which has digests, and states that have none."""
+    from softsieve.integrations.vllm import crossover, index_folder
+    from softsieve.integrations.vllm.layer import Adaptive, Site
+    from softsieve.integrations.vllm.requests import Need
+
+    crossover.COLD, crossover.GROUPS, crossover.TRIES, crossover.BATCHES = 4096, 1, 1, (1, 2)
+    place, weight, states = folder / "index", torch.randn(90, 24), torch.randn(300, 24) * 2
+    place.mkdir()
+    made = AdaptiveSoftmax(weight, delta=0.1, method="cascade")
+    made.calibrate(states, [1, 3], generator=torch.Generator().manual_seed(0))
+    made.save(place / "rank-0-of-1.safetensors", weight=False)
+    index_folder.write_states(place, states, {})
+    own = index_folder.fingerprint(weight, None)
+    index_folder.write_description(place, index_folder.Description(90, 24, "float32", 1.0, 0.3, 0.1, [1, 3], [own]))
+    method = type("UnquantizedEmbeddingMethod", (), {})()
+    rows = SimpleNamespace(num_org_elements=90, num_added_elements=0)
+    lm_head = SimpleNamespace(weight=weight, shard_indices=rows, quant_method=method)
+    processor = SimpleNamespace(org_vocab_size=90, scale=1.0, soft_cap=None)
+
+    def read(path: Path) -> Any:
+        head = Adaptive(Site(place=place, required=True, strict=True))
+        head._prepare(processor, lm_head, None, lambda x: x @ weight.T)
+        serving = head.serving
+        expect(serving is not None, "neither an index nor an error")
+        found = [serving.topk(states[:2], k).indices.tolist() for k in serving.batches]  # type: ignore[union-attr]
+        return sorted(serving.batches), serving.rows, serving.serves(Need(1), 10**6)[1], found  # type: ignore[union-attr]
+
+    spoilt = {"index.json": JSON, "rank-0-of-1.safetensors": SAFETENSORS, index_folder.STATES: SAFETENSORS}
+    return Prepared({place / name: how for name, how in spoilt.items()}, read)
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from tests.rough.formats import FORMATS
 
 MUTATIONS = int(os.environ.get("SOFTSIEVE_MUTATIONS", "500"))
 GROUPS = {
-    "heads": ("head index", "weight and queries", "weight and queries, .npy"),
+    "heads": ("head index", "weight and queries", "weight and queries, .npy", "index for vLLM"),
     "training": (
         "checkpoint",
         "model",

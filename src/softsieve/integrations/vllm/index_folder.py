@@ -110,12 +110,16 @@ def read_description(folder: Path) -> Description:
             _checks.whole_number("ks", k, 1, description.rows)
         if not description.ks or not description.fingerprints:
             raise ValueError("ks, fingerprints: expected some, found none")
+        if not isinstance(description.fingerprints, list):
+            raise ValueError(f"fingerprints: expected a list, found {shown(description.fingerprints)}")
+        if list(description.ks) != sorted(set(description.ks)):
+            raise ValueError(f"ks: expected rising numbers, found {shown(description.ks)}")
         return description
     except InputError:
         raise
     except FileNotFoundError:
         raise InputError(f"{folder}: expected {FILE}, found none: not an index, or one that is not finished") from None
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {first_line(error)}") from error
 
 

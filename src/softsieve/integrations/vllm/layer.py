@@ -251,6 +251,14 @@ class Adaptive:
             )
 
         folder = ranks.together(find)
+        try:
+            return self._open(folder, layer, lm_head, bias, exact, ranks), folder
+        except (TypeError, ValueError) as error:  # of an index that is damaged where nothing is compared
+            why = first_line(error)
+            raise InputError(why if str(folder) in why else f"{folder}: {why}") from error
+
+    def _open(self, folder: Path, layer: Any, lm_head: Any, bias: Tensor | None, exact: Any, ranks: Ranks) -> Serving:
+        """The index of a folder, in use."""
         rows = lm_head.shard_indices.num_org_elements
         description = index_folder.read_description(folder)
         device = lm_head.weight.device
@@ -270,8 +278,12 @@ class Adaptive:
                 raise InputError(f"{folder}: expected {layer.org_vocab_size} rows, found {description.rows}")
             if not math.isclose(head.head.beta, layer.scale, rel_tol=1e-3):
                 raise InputError(f"{folder}: expected logits times {layer.scale:g}, found times {head.head.beta:g}")
-            states, _ = index_folder.read_states(folder)
-            return index_folder.sample(states.to(device, lm_head.weight.dtype), STATES)
+            states = index_folder.sample(index_folder.read_states(folder)[0], STATES)
+            if not len(states) or states.shape[1] != description.columns or not bool(states.isfinite().all()):
+                raise InputError(
+                    f"{folder}: expected finite states of {description.columns} numbers, found {tuple(states.shape)}"
+                )
+            return states.to(device, lm_head.weight.dtype)
 
         states = ranks.together(check)
         dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
@@ -279,11 +291,11 @@ class Adaptive:
         errors = {k: fits[own].eps for k in description.ks if (own := min(k, rows)) in fits}
         serving = Serving(head, lm_head.weight, description.rows, dtype, {}, errors=errors)
         if self.site.batch is not None:
-            return serving._replace(batches=dict.fromkeys(description.ks, self.site.batch)), folder
+            return serving._replace(batches=dict.fromkeys(description.ks, self.site.batch))
         times = {k: self._times(serving, k, exact, states, ranks) for k in description.ks}
         batches = {k: ranks.tell(crossover(own))[0] for k, own in times.items()}
         alone = ranks.count == 1 and device.type == "cpu"  # several would not decide alike; a device is not waited for
-        return serving._replace(batches=batches, pace=Pace(times) if alone else None), folder
+        return serving._replace(batches=batches, pace=Pace(times) if alone else None)
 
     @staticmethod
     def _times(serving: Serving, k: int, exact: Any, states: Tensor, ranks: Ranks) -> Times:
