@@ -494,14 +494,14 @@ def test_logits_are_spread_alike_on_any_device(k: int, dtype: torch.dtype) -> No
 def test_logits_are_spread_with_nothing_that_comes_from_the_host() -> None:
     """A number that is copied to a GPU waits for it, and cannot be part of a graph."""
 
-    class Asked(TorchDispatchMode):
+    class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
             names.append(str(function))
             return function(*args, **(options or {}))
 
     names: list[str] = []
     answer = AdaptiveSoftmax(torch.eye(50)).topk(torch.rand(2, 50), 3)
-    with Asked():
+    with Asked():  # type: ignore[no-untyped-call]
         spread_on_device(answer, 50, torch.bfloat16)
         assert "aten.nextafter.default" in names
         assert "aten.lift_fresh.default" not in names

@@ -177,7 +177,8 @@ def vllm_index(folder: Path) -> Prepared:
     from softsieve.integrations.vllm.layer import Adaptive, Site
     from softsieve.integrations.vllm.requests import Need
 
-    crossover.COLD, crossover.GROUPS, crossover.TRIES, crossover.BATCHES = 4096, 1, 1, (1, 2)
+    crossover.COLD, crossover.GROUPS, crossover.TRIES = 4096, 1, 1
+    crossover.BATCHES = (1, 2)  # type: ignore[assignment]
     place, weight, states = folder / "index", torch.randn(90, 24), torch.randn(300, 24) * 2
     place.mkdir()
     made = AdaptiveSoftmax(weight, delta=0.1, method="cascade")
