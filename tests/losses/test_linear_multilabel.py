@@ -23,7 +23,7 @@ from softsieve import LinearASMultiLabelLoss, MultiLabelStats, as_multilabel_los
 from softsieve.kernels import linear as kernel
 from softsieve.kernels import linear_multilabel
 from softsieve.kernels.cross_entropy import HAS_TRITON
-from softsieve.kernels.linear_types import Layer, Options, SavedSides, Targets
+from softsieve.kernels.linear_types import Chunk, Layer, Options, SavedSides, Targets
 from softsieve.reference import losses as reference
 from tests.helpers import IGNORED
 
@@ -124,12 +124,13 @@ def near(ours: Tensor, true: Tensor, dtype: torch.dtype, name: str = "") -> None
 def check(case: Case, dtype: torch.dtype, backend: str, *, upstream: Tensor | None = None, **options: Any) -> None:
     """Loss, statistics and gradients of this backend against the truth."""
     hidden, weight, bias, labels = case.arguments(dtype)
-    biased = options.pop("biased", True)
+    biased, memory = options.pop("biased", True), options.pop("memory", None)
     leaves = (hidden, weight, bias) if biased else (hidden, weight)
     on_device: dict[str, Any] = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     loss, stats = linear_as_multilabel_loss(
-        hidden, weight, labels, bias=bias if biased else None, backend=backend, return_stats=True, **on_device
-    )
+        hidden, weight, labels, bias=bias if biased else None, backend=backend, memory=memory, return_stats=True,
+        **on_device,
+    )  # fmt: skip
     assert loss.dtype == dtype
     grads = torch.autograd.grad(loss, leaves, None if upstream is None else upstream.to(loss))
     expected = truth(case, biased=biased, upstream=upstream, **options)
@@ -596,12 +597,12 @@ def test_the_ops_pass_the_checks_of_torch() -> None:
     hidden, weight, bias = (x.clone().requires_grad_() for x in case[:3])
     delta = torch.tensor(0.4, dtype=torch.float64)
     for reduction in ("none", "mean"):
-        arguments = (hidden, weight, bias, case.labels, delta, IGNORED, reduction, "torch", "")
+        arguments = (hidden, weight, bias, case.labels, delta, IGNORED, reduction, "torch", "", 0)
         torch.library.opcheck(torch.ops.softsieve.linear_as_multilabel_loss.default, arguments)
     outputs = [x.detach() for x in torch.ops.softsieve.linear_as_multilabel_loss(*arguments)]
     factor = torch.rand(6, dtype=torch.float64)
     leaves = (hidden.detach(), weight.detach(), bias.detach())
-    others = (factor, *leaves, case.labels, outputs[3:], IGNORED, "torch", "", [True, True, True])
+    others = (factor, *leaves, case.labels, outputs[3:], IGNORED, "torch", "", 0, [True, True, True])
     torch.library.opcheck(torch.ops.softsieve.linear_as_multilabel_loss_backward.default, others)
 
 
@@ -677,6 +678,8 @@ STATES, WEIGHT, LABELS = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([[0, 4
         ({"ignore_index": 0.5}, TypeError, "ignore_index: expected an int"),
         ({"reduction": "max"}, ValueError, "reduction: expected one of"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of"),
+        ({"memory": 10}, ValueError, "memory: expected at least .* bytes, for 128 classes of 2 rows .* found 10"),
+        ({"memory": 0.5}, TypeError, "memory: expected"),
     ],
 )
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -684,6 +687,29 @@ def test_bad_input_is_refused(backend: str, change: dict[str, Any], error: type[
     arguments: dict[str, Any] = {"hidden": STATES, "weight": WEIGHT, "labels": LABELS, "backend": backend, **change}
     with pytest.raises(error, match=message):
         linear_as_multilabel_loss(**arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_says_how_many_classes_there_are_at_a_time(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    chunks = Layer.chunks
+
+    def noted(self: Layer, budget: int, beside: int = 0) -> Iterator[Chunk]:
+        for chunk in chunks(self, budget, beside):
+            widths.append(chunk.products.shape[1])
+            yield chunk
+
+    monkeypatch.setattr(Layer, "chunks", noted)
+    monkeypatch.setattr(kernel, "BUFFER", 67 << 20)
+    monkeypatch.setattr(kernel, "WORK", 116 << 20)
+    monkeypatch.setattr(kernel, "ROWS", 68 << 20)
+    case = decided(make_case(), torch.float32)
+    least = kernel.least_memory(len(case.hidden), 4)
+    check(case, torch.float32, backend, memory=least, delta=0.5)
+    assert widths[0] == 128 < len(case.weight)  # of all rows; of fewer there may be more
+    widths.clear()
+    check(case, torch.float32, backend, memory=1 << 30, delta=0.5)
+    assert widths[0] == len(case.weight)
 
 
 @pytest.mark.parametrize("make", [lambda **options: LinearASMultiLabelLoss(3, 5, **options)])

@@ -419,7 +419,7 @@ ENTRIES: dict[str, Entry] = {
     "linear_as_multilabel_loss": Entry(
         softsieve.linear_as_multilabel_loss,
         _linear_labels,
-        {"hidden": "factor", "weight": "factor", "labels": "tensor", "bias": "factor", **LABELS},
+        {"hidden": "factor", "weight": "factor", "labels": "tensor", "bias": "factor", "memory": "size", **LABELS},
         also=("hidden, weight",),
     ),
     "ASCrossEntropyLoss": Entry(
@@ -457,6 +457,7 @@ ENTRIES: dict[str, Entry] = {
             "in_features": "size",
             "num_classes": "size",
             "bias": "flag",
+            "memory": "size",
             **LABELS,
         },
         also=("weight",),

@@ -24,7 +24,18 @@ from torch import Tensor
 from softsieve.kernels import linear
 from softsieve.kernels.cross_entropy import differentiable, needs_op
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
-from softsieve.kernels.linear_types import Chunk, Entries, Layer, Options, SavedSides, Scan, Settled, Stepper, Targets
+from softsieve.kernels.linear_types import (
+    MEMORY,
+    Chunk,
+    Entries,
+    Layer,
+    Options,
+    SavedSides,
+    Scan,
+    Settled,
+    Stepper,
+    Targets,
+)
 from softsieve.kernels.multilabel_torch import settle_side
 
 MOST_COMPARED = 128  # labels a row, at most, that a launch compares with each other
@@ -110,7 +121,8 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
     none = label.new_full((len(label),), -1)
     zeros = hidden.new_zeros(len(label), dtype=accumulation_dtype(hidden))
     own = zeros.new_full(label.shape, -INF)
-    scanned, marks = _scan(layer, label, own, options.backend)
+    budget = linear.BUFFER * (options.memory or MEMORY) // MEMORY
+    scanned, marks = _scan(layer, label, own, options.backend, budget)
     top, total, _, rival = shards.merge_scans(scanned)
     own = shards.merge_largest(own)
     settled = backend.settle(
@@ -120,7 +132,7 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
     unlisted, wide, _ = settled.counts.tolist()
     if wide:
         rows = ((settled.threshold > -INF) & ~settled.listed).nonzero_static(size=wide).squeeze(1)
-        for chunk in layer.select(rows).chunks(linear.BUFFER):
+        for chunk in layer.select(rows).chunks(budget):
             _put_labels(chunk, rows, label, None, options.backend)
             backend.sum_kept(chunk, rows, none, zeros, settled)
     settled = shards.merge_kept(settled)
@@ -139,7 +151,7 @@ def forward(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, T
     return loss, kept, margin, saved
 
 
-def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str) -> tuple[Scan, Tensor]:
+def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str, budget: int) -> tuple[Scan, Tensor]:
     """A pass over all logits: of the negatives, with 0 in ``top`` but without the threshold's 1 in ``total``.
 
     Also the backend's marks; logits of the labels are written to ``own``, both (rows, labels).
@@ -154,7 +166,7 @@ def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str) -> tuple[Scan,
     zeros = own.new_zeros(len(label))
     scanned = Scan(zeros.clone(), zeros.clone(), zeros, torch.full_like(zeros, -INF))
     marks = loaded.make_marks(layer, scanned)
-    for chunk in layer.chunks(linear.BUFFER):
+    for chunk in layer.chunks(budget):
         _take_labels(chunk, label, own, backend)
         loaded.scan(chunk, none, scanned, marks)
     return scanned, marks
@@ -232,7 +244,7 @@ def backward(
         _put_labels(chunk, block, label, values, options.backend)
 
     count = int((entries.keys < entries.none).sum())
-    linear.pass_on(layer, rows, grads, differentiate, entries, count, backend, stepper)
+    linear.pass_on(layer, rows, grads, differentiate, entries, count, backend, stepper, options.memory)
     if to_hidden is not None and shards.group is not None:
         dist.all_reduce(to_hidden, group=shards.group)
     to_hidden, to_weight, to_bias = (layer.hidden.new_empty(0) if grad is None else grad for grad in grads)
@@ -260,18 +272,18 @@ Outputs = tuple[
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, delta: Tensor,
-    ignore_index: int, reduction: str, backend: str, group: str,
+    ignore_index: int, reduction: str, backend: str, group: str, memory: int,
 ) -> Outputs:  # fmt: skip
-    options = Options(ignore_index, 0.0, reduction, backend, group)
+    options = Options(ignore_index, 0.0, reduction, backend, group, memory)
     loss, kept, margin, saved = forward(Layer(hidden, weight, bias, 0.0), Targets(labels, delta), options)
     return loss, kept, margin, *saved
 
 
 def _backward(
     factor: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, saved: list[Tensor],
-    ignore_index: int, backend: str, group: str, wanted: list[bool],
+    ignore_index: int, backend: str, group: str, memory: int, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = Options(ignore_index, backend=backend, group=group)
+    options = Options(ignore_index, backend=backend, group=group, memory=memory)
     return backward(factor, Layer(hidden, weight, bias, 0.0), labels, SavedSides(*saved), options, wanted)
 
 
@@ -282,7 +294,7 @@ backward_op = torch.library.custom_op("softsieve::linear_as_multilabel_loss_back
 @forward_op.register_fake
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, delta: Tensor,
-    ignore_index: int, reduction: str, backend: str, group: str,
+    ignore_index: int, reduction: str, backend: str, group: str, memory: int,
 ) -> Outputs:  # fmt: skip
     rows, listed = hidden.shape[0], linear.load_backend(backend).LISTED
     row = hidden.new_empty(rows, dtype=accumulation_dtype(hidden))
@@ -311,9 +323,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
-        return (None,) * 9
+        return (None,) * 10
     hidden, weight, bias, labels, *saved = ctx.saved_tensors
-    ignore_index, reduction, backend, group = ctx.options
+    ignore_index, reduction, backend, group, memory = ctx.options
     wanted = list(ctx.needs_input_grad[:3])
     call: Callable[..., tuple[Tensor, ...]] = _backward
     if needs_op(hidden):
@@ -323,8 +335,8 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor 
     if reduction == "mean":
         grad_loss = grad_loss / hidden.shape[0]
     factor = grad_loss.expand(hidden.shape[0]).contiguous()
-    grads = call(factor, hidden, weight, bias, labels, saved, ignore_index, backend, group, wanted)
-    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 6
+    grads = call(factor, hidden, weight, bias, labels, saved, ignore_index, backend, group, memory, wanted)
+    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 7
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -351,6 +363,6 @@ def linear_as_multilabel_loss(
     """Differentiable loss, kept and margin of (rows, size), (classes, size), (classes,) or None, (rows, labels)."""
     call: Callable[..., Outputs] = forward_op if needs_op(hidden) else _apply_forward
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets[:2]))
-    ignore_index, _, reduction, backend, group, _ = options
-    loss, kept, margin, *_ = call(*tensors, ignore_index, reduction, backend, group)
+    ignore_index, _, reduction, backend, group, memory = options
+    loss, kept, margin, *_ = call(*tensors, ignore_index, reduction, backend, group, memory)
     return loss, kept, margin

@@ -11,7 +11,7 @@ from softsieve import _checks, reference
 from softsieve.kernels import linear_multilabel as kernel
 from softsieve.kernels import stepped
 from softsieve.kernels.linear_types import Options, Stepper, Targets
-from softsieve.losses.linear import check_options, choose_backend
+from softsieve.losses.linear import check_memory, check_options, choose_backend
 from softsieve.losses.multilabel import RULES, MultiLabelStats
 
 
@@ -29,24 +29,27 @@ def check_rule(against: str) -> None:
 def linear_as_multilabel_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     against: str = ..., ignore_index: int = ..., reduction: str = ..., backend: str = ..., group: Any = ...,
+    memory: int | None = ...,
     return_stats: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_as_multilabel_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     against: str = ..., ignore_index: int = ..., reduction: str = ..., backend: str = ..., group: Any = ...,
+    memory: int | None = ...,
     return_stats: Literal[True],
 ) -> tuple[Tensor, MultiLabelStats]: ...  # fmt: skip
 @overload
 def linear_as_multilabel_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     against: str = ..., ignore_index: int = ..., reduction: str = ..., backend: str = ..., group: Any = ...,
+    memory: int | None = ...,
     return_stats: bool,
 ) -> Tensor | tuple[Tensor, MultiLabelStats]: ...  # fmt: skip
 def linear_as_multilabel_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.5,
     against: str = "threshold", ignore_index: int = -100, reduction: str = "mean", backend: str = "auto",
-    group: Any = None, return_stats: bool = False,
+    group: Any = None, memory: int | None = None, return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
     r"""Multi-label AS-Softmax loss of ``hidden @ weight.T + bias``, with neither the logits nor a matrix of flags.
 
@@ -74,6 +77,8 @@ def linear_as_multilabel_loss(
             ``"triton"`` (GPU), or ``"auto"``: the last that can serve.
         group: process group of `torch.distributed` over whose ranks the rows of the weight are sharded, in order.
             All ranks give the same hidden states, labels and options; weight, bias and their gradients are this rank's.
+        memory: bytes beyond inputs and gradients that it may take, as in `linear_as_cross_entropy`: more memory, larger
+            blocks. No row's logits are kept for the backward pass.
         return_stats: also return `MultiLabelStats`.
 
     Shape:
@@ -100,13 +105,14 @@ def linear_as_multilabel_loss(
     """
     return compute(
         hidden, weight, labels, bias=bias, delta=delta, against=against, ignore_index=ignore_index,
-        reduction=reduction, backend=backend, group=group, return_stats=return_stats,
+        reduction=reduction, backend=backend, group=group, memory=memory, return_stats=return_stats,
     )  # fmt: skip
 
 
 def compute(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, delta: float | Tensor, against: str,
-    ignore_index: int, reduction: str, backend: str, group: Any, return_stats: bool, stepper: Stepper | None = None,
+    ignore_index: int, reduction: str, backend: str, group: Any, return_stats: bool, memory: int | None = None,
+    stepper: Stepper | None = None,
 ) -> Tensor | tuple[Tensor, MultiLabelStats]:  # fmt: skip
     """`linear_as_multilabel_loss`, with a ``stepper`` as `losses.linear.compute` has."""
     dtype = _checks.states(hidden)
@@ -120,6 +126,8 @@ def compute(
     margins = _checks.margins(delta, rows)
     name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, 0.0, reduction, choose_backend(backend, hidden, group), name)
+    if memory is not None:
+        options = options._replace(memory=check_memory(memory, rows.numel(), weight))
 
     kind = hidden.device.type
     casts = stepper is None and torch.is_autocast_enabled(kind)

@@ -106,7 +106,8 @@ class LinearASMultiLabelLoss(nn.Module):
         delta: margin in [0, 1]. May be changed while training.
         bias: whether the layer has one.
         against: ``"threshold"``.
-        ignore_index, reduction, backend, return_stats: as there.
+        ignore_index, reduction, backend, memory, return_stats: as there. Memory that is too little for the rows of a
+            batch is refused when that comes, with what it needs.
         device, dtype: of the parameters.
 
     Shape:
@@ -123,7 +124,8 @@ class LinearASMultiLabelLoss(nn.Module):
     def __init__(
         self, in_features: int, num_classes: int, delta: float = 0.5, *, bias: bool = False,
         against: str = "threshold", ignore_index: int = -100, reduction: str = "mean", backend: str = "auto",
-        return_stats: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        memory: int | None = None, return_stats: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         for name, size in {"in_features": in_features, "num_classes": num_classes}.items():
@@ -134,12 +136,14 @@ class LinearASMultiLabelLoss(nn.Module):
         check_rule(against)
         check_options(ignore_index, reduction, backend)
         self.against, self.ignore_index, self.reduction = against, ignore_index, reduction
-        self.backend, self.return_stats = backend, return_stats
+        if memory is not None:
+            _checks.whole_number("memory", memory, 1, 2**62)
+        self.backend, self.memory, self.return_stats = backend, memory, return_stats
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, MultiLabelStats]:
         return linear_as_multilabel_loss(
             hidden, self.weight, labels, bias=self.bias, delta=self.delta, against=self.against,
-            ignore_index=self.ignore_index, reduction=self.reduction, backend=self.backend,
+            ignore_index=self.ignore_index, reduction=self.reduction, backend=self.backend, memory=self.memory,
             return_stats=self.return_stats,
         )  # fmt: skip
 
