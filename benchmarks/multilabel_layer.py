@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -162,7 +163,7 @@ def _rivals(
     for method, (step_by, update, chunk) in ways.items():
         step = partial(step_by, hidden, weight, numbers, chunk, RATE, update)
         try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS) if compiled else nullcontext():
                 step()
             _wait(device)
         except Exception as error:  # of a compiler, or no memory: the others are still to be measured
