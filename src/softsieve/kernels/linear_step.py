@@ -97,6 +97,8 @@ def _step_listed(layer: Layer, entries: SortedEntries, backend: Backend, stepper
 
 def _cut(keys: Tensor, count: int, width: int) -> list[int]:
     """Where the keys, in order, of every ``width`` of ``count`` numbers begin, and where the last ends."""
+    if count <= width:  # a device need not be asked
+        return [0, len(keys)]
     starts = torch.arange(0, count + width, width, device=keys.device, dtype=keys.dtype).clamp_(max=count)
     cuts: list[int] = torch.searchsorted(keys, starts).tolist()
     return cuts
