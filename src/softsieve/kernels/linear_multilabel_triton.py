@@ -18,12 +18,8 @@ from softsieve.kernels.linear_triton import TILE
 from softsieve.kernels.linear_types import Chunk, Layer, Scan
 
 STRIP = 16  # tiles of classes of a program
-ROWS, DEPTH, WARPS, STAGES = (
-    128,
-    64,
-    4,
-    3,
-)  # of a program of the first pass: rows and columns at a time, as Triton has them
+ROWS, DEPTH = 128, 64  # rows and columns that a program of the first pass takes at a time
+WARPS, STAGES = 4, 3  # of such a program, as Triton has them
 _TILE = tl.constexpr(TILE)
 
 
