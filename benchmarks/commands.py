@@ -146,6 +146,7 @@ def linear(
     repeats: Repeats = 15,
     check: Annotated[bool, typer.Option(help="compare gradients with float64's")] = True,
     memory: Annotated[list[int] | None, typer.Option(min=1, help="MB that ours is allowed; several")] = None,
+    screening: Annotated[bool, typer.Option(help="ours also with screening in 8 bits")] = False,
     out: Annotated[
         Path, typer.Option(help="the results with their provenance go to this JSON file", dir_okay=False)
     ] = Path("benchmarks/results/linear.json"),
@@ -166,7 +167,7 @@ def linear(
             with console.status(f"{rows} x {size} x {classes}, {share:.0%} of the rows dense"), one_line():
                 results += suite.measure(
                     rows, size, classes, dense=share, methods=methods, delta=delta, dtype=DTYPES[dtype], device=device,
-                    repeats=repeats, check=check, memory=memory or (), missing=missing,
+                    repeats=repeats, check=check, memory=memory or (), screening=screening, missing=missing,
                 )  # fmt: skip
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
     columns: Columns = {

@@ -61,11 +61,15 @@ def _cut() -> Loss:
     return found
 
 
-def _liger() -> Loss:
+def _liger(kernels: str) -> Loss:
+    """With its cross-entropy in these kernels; those of CuTe need a package of their own."""
+    if kernels == "nvidia-cutedsl":
+        import_module("cutlass.cute")
     apply = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
+    chosen = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, kernels)
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = apply(hidden, weight, target)[0]
+        loss: Tensor = apply(hidden, weight, target, *chosen)[0]
         return loss
 
     return call
@@ -84,7 +88,8 @@ RIVALS: dict[str, Callable[[], Loss]] = {
     "torch eager": lambda: _eager,
     "torch.compile": _compiled,
     "cut-cross-entropy": _cut,
-    "Liger": _liger,
+    "Liger": partial(_liger, "nvidia-triton"),
+    "Liger, CuTe": partial(_liger, "nvidia-cutedsl"),
     "QuACK": _quack,
     "torch.nn.LinearCrossEntropyLoss": _torch_own,
 }
@@ -213,6 +218,7 @@ def measure(
     repeats: int = 15,
     check: bool = True,
     memory: Sequence[int] = (),
+    screening: bool = False,
     missing: dict[str, str] | None = None,
 ) -> list[Result]:
     """Ours and the rivals on the same layer, taking turns.
@@ -224,6 +230,7 @@ def measure(
         delta, dtype, device, repeats: as they are.
         check: compare gradients with float64's.
         memory: MB that ours is allowed, once for each.
+        screening: ours also with screening in 8 bits, once for each memory.
         missing: gets the rivals that cannot be run, with the reason.
 
     Example:
@@ -239,6 +246,9 @@ def measure(
     methods = _working(methods, hidden, weight, target, {} if missing is None else missing)
     plain = {PLAIN: partial(ours, backend="reference")} if check else {}  # for its errors: it takes all the memory
     allowed = {f"{OURS}, {most} MB": partial(ours, memory=most * 10**6) for most in memory}
+    if screening:
+        allowed |= {f"{name}, fp8": partial(call, screening="fp8") for name, call in allowed.items()}
+        allowed[f"{OURS}, fp8"] = partial(ours, screening="fp8")
     everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
     calls = {name: partial(_forward_backward, loss, hidden, weight, target) for name, loss in everything.items()}
     taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device, order=Random(0)), strict=True))
