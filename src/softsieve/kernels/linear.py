@@ -201,15 +201,17 @@ def add_rows(
     for grad in (None if len(rows) else to_weight, to_bias):  # products write the weight's before they add to it
         if grad is not None:
             grad.zero_()
-    item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
+    gathered = len(rows) < len(layer.hidden)
+    item = gathered * layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
     work, most = (share * (memory or MEMORY) // MEMORY for share in (WORK, ROWS))
-    blocks = -(-len(rows) * layer.hidden.shape[1] * item // max(1, most))
-    for number, block in enumerate(rows.chunk(blocks) if len(rows) else ()):
-        part = layer.select(block)
+    height = -(-len(rows) // max(1, -(-len(rows) * layer.hidden.shape[1] * item // max(1, most))))
+    for number, start in enumerate(range(0, len(rows), height or 1)):
+        block = rows[start : start + height]
+        part = layer.select(block if gathered else slice(start, start + height))
         sums = part.hidden.new_zeros(
             part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
-        for chunk in part.chunks(work - part.hidden.nbytes - sums.nbytes):
+        for chunk in part.chunks(work - gathered * part.hidden.nbytes - sums.nbytes):
             differentiate(chunk, block)
             classes = slice(chunk.start, chunk.start + chunk.products.shape[1])
             chunk_grads = (None if grad is None else grad[classes] for grad in (to_weight, to_bias))

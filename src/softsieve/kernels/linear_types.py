@@ -66,7 +66,7 @@ class Layer(NamedTuple):
     bias: Tensor | None  # (classes,)
     cap: float
 
-    def select(self, rows: Tensor) -> Layer:
+    def select(self, rows: Tensor | slice) -> Layer:
         return self._replace(hidden=self.hidden[rows])
 
     def chunks(self, budget: int, beside: int = 0) -> Iterator[Chunk]:
