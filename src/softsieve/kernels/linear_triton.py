@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from softsieve.kernels.cross_entropy_triton import _log1p, _logit, reduce_rows
+from softsieve.kernels.launches import Launches
 from softsieve.kernels.linear_types import (
+    SLACK,
     Chunk,
     Entries,
     Layer,
@@ -83,17 +85,17 @@ def _scan(
 
 @triton.jit
 def _settle(
-    hidden, weight, bias, label, delta, maxima, top, total, own,
+    hidden, weight, bias, label, delta, maxima, allowance, top, total, own,
     threshold, rivals, odds, listed, classes, logits, counts,
     size, vocabulary, labels, tiles, delta_stride, cap, slack,
-    VISITED: tl.constexpr, LISTED: tl.constexpr,
+    VISITED: tl.constexpr, LISTED: tl.constexpr, ALLOWED: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decide a row's threshold from its sums, and whether the few classes that reach it can be listed.
 
-    Reads the tiles' largest logits. Tiles that reach the threshold are computed again from hidden state and weight, and
-    the classes they keep are written to the row's list and added up. A row with too many of either is not listed. The
-    three ``counts`` are those of `Settled`.
+    Reads the tiles' largest logits, which may lack the row's allowance. Tiles that reach the threshold are computed
+    again from hidden state and weight, and the classes they keep are written to the row's list and added up. A row with
+    too many of either is not listed. The three ``counts`` are those of `Settled`.
     """
     row = tl.program_id(0).to(tl.int64)
     o = tl.load(own + row)
@@ -106,6 +108,8 @@ def _settle(
     complete = ratio < 1.0
     # What was stored is rounded: what nearly reaches the threshold is computed again.
     reach = cut - tl.abs(cut) * slack
+    if ALLOWED:
+        reach -= tl.load(allowance + row)
     if complete:
         visits = tl.zeros((), tl.int32)
         lane = tl.arange(0, _TILE)
@@ -331,6 +335,9 @@ def _block(width: int, most: int) -> int:
     return int(max(TILE, min(triton.next_power_of_2(width), most)))
 
 
+_launch_scan = Launches(_scan)
+
+
 def make_marks(layer: Layer, state: Scan) -> Tensor:
     """The largest logit of every tile, without the label's. (rows, tiles)"""
     return layer.hidden.new_empty(len(layer.hidden), triton.cdiv(len(layer.weight), TILE))
@@ -342,10 +349,14 @@ def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
     rows, width = products.shape
     warps = 4 if rows <= FEW_ROWS else 2
     tiles = min(triton.next_power_of_2(triton.cdiv(width, TILE)), 4 * warps)
-    _scan[(rows,)](
-        products, products if bias is None else bias, label, *state, marks,
-        start, width, marks.shape[1], cap, **_logit_options(chunk), WHOLE=width % (tiles * TILE) == 0, TILES=tiles,
-        num_warps=warps,
+    biased, capped, many = bias is not None, cap > 0, marks.shape[1]
+    bias = products if bias is None else bias
+    dtypes = products.dtype, bias.dtype, label.dtype, marks.dtype, state.top.dtype
+    _launch_scan(
+        (products.device, dtypes, width, many, start == 1, start % 16 == 0, warps, biased, capped),
+        (products, bias, label, *state, marks), (rows, 1, 1),
+        products, bias, label, *state, marks, start, width, many, cap,
+        biased, capped, width % (tiles * TILE) == 0, tiles, num_warps=warps,
     )  # fmt: skip
 
 
@@ -370,7 +381,7 @@ def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, sav
     )  # fmt: skip
 
 
-def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor, allowance: Tensor | None = None) -> Settled:
     """Thresholds, and the kept classes of rows that have few."""
     hidden, weight, bias, cap = layer
     rows, size = hidden.shape
@@ -381,11 +392,13 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     logits = hidden.new_empty(rows, LISTED, dtype=torch.float32)
     settled = Settled(threshold, rivals, odds, listed, classes, logits, hidden.new_zeros(3, dtype=torch.int32))
     tiles = marks.shape[1]
+    slack = torch.finfo(hidden.dtype).eps if allowance is None else SLACK
     _settle[(rows,)](
-        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state[:3], *settled,
-        size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
-        VISITED=VISITED, LISTED=LISTED, **_logit_options(layer), TILES=min(triton.next_power_of_2(tiles), 2048),
-        BLOCK=128, num_warps=8,
+        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks,
+        threshold if allowance is None else allowance, *state[:3], *settled,
+        size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, slack,
+        VISITED=VISITED, LISTED=LISTED, ALLOWED=allowance is not None, **_logit_options(layer),
+        TILES=min(triton.next_power_of_2(tiles), 2048), BLOCK=128, num_warps=8,
     )  # fmt: skip
     return settled
 
