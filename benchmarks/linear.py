@@ -219,6 +219,7 @@ def measure(
     check: bool = True,
     memory: Sequence[int] = (),
     screening: bool = False,
+    backends: Sequence[str] = (),
     missing: dict[str, str] | None = None,
 ) -> list[Result]:
     """Ours and the rivals on the same layer, taking turns.
@@ -231,6 +232,7 @@ def measure(
         check: compare gradients with float64's.
         memory: MB that ours is allowed, once for each.
         screening: ours also with screening in 8 bits, once for each memory.
+        backends: ours also with each of these, to see whether "auto" takes the fastest.
         missing: gets the rivals that cannot be run, with the reason.
 
     Example:
@@ -249,6 +251,7 @@ def measure(
     if screening:
         allowed |= {f"{name}, fp8": partial(call, screening="fp8") for name, call in allowed.items()}
         allowed[f"{OURS}, fp8"] = partial(ours, screening="fp8")
+    allowed |= {f"{OURS}, {name}": partial(ours, backend=name) for name in backends}
     everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
     calls = {name: partial(_forward_backward, loss, hidden, weight, target) for name, loss in everything.items()}
     taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device, order=Random(0)), strict=True))

@@ -118,14 +118,14 @@ def _screen(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, S
     """Which rows are solved for certain, and what is known of them; what others have is to be written over."""
     backend, kernels = linear.load_backend(options.backend), _kernels(options.backend)
     rows, label = len(layer.hidden), targets.label
+    profile = torch.linalg.vector_norm(layer.hidden, dim=0, dtype=torch.float32).square_()
+    profile = (profile / profile.mean()).clamp_(min=1e-6)
     top, own, rival = layer.hidden.new_full((3, rows), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
     state = Scan(top, torch.zeros_like(top), own, rival)
     marks = backend.make_marks(layer, state)
     budget = linear.BUFFER * (options.memory or MEMORY) // MEMORY
     hidden = make_quantised(rows, layer.hidden.shape[1], layer.hidden)
     classes = state.top.new_empty(2, len(layer.weight))
-    profile = torch.linalg.vector_norm(layer.hidden, dim=0, dtype=torch.float32).square_()
-    profile = (profile / profile.mean()).clamp_(min=1e-6)
     kernels.quantise(layer.hidden, profile.reciprocal(), hidden, 0, SEEDS[0], grown=True)
     for chunk in _chunks(layer, hidden, classes, profile, kernels, budget):
         backend.scan(chunk, label, state, marks)
