@@ -220,7 +220,8 @@ def compute(
     if row_weight is not None:
         _checks.each_row("row_weight", row_weight, target)
         row_weight = row_weight.reshape(-1)
-    _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
+    if class_weight is not None:
+        _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
     name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
     if memory is not None:
