@@ -53,7 +53,7 @@ def test_rounds_to_a_neighbour_with_the_right_mean(backend: str) -> None:
     x = torch.full((1, 40_000), 0.317, device=DEVICE)
     x[0, 0] = 1.0
     made = values(rounded(x, backend), 40_000)[0, 1:]
-    below, above = 128 / 448, 144 / 448
+    below, above = 20 / 64, 22 / 64
     assert sorted(set(made.tolist())) == pytest.approx([below, above])
     deviation = math.sqrt((0.317 - below) * (above - 0.317) / 40_000)
     assert float(made.mean()) == pytest.approx(0.317, abs=4 * deviation)
@@ -204,7 +204,7 @@ def test_loss_and_gradients_are_those_without(
     upstream = torch.linspace(0, 2, len(loss), device=DEVICE).to(loss.dtype) if loss.ndim else torch.ones_like(loss)
     grads, ours = (torch.autograd.grad(value, leaves, upstream) for value in (loss, screened))
     for grad, own in zip(grads, ours, strict=True):
-        if backend == "triton" and dtype != torch.float32:
+        if backend == "triton" and dtype == torch.float16 and DEVICE == "cpu":  # a GPU has other kernels for fewer rows
             assert torch.equal(own, grad)
         torch.testing.assert_close(own, grad, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     for name in ("solved", "kept", "dense", "right"):

@@ -65,7 +65,7 @@ class Quantised(NamedTuple):
     """Rows in 8 bits, and what is to be known of them for a bound on errors."""
 
     values: Tensor  # (rows, columns), e4m3; columns are a multiple of `ALIGNED`, the last ones 0
-    scale: Tensor  # (rows,): of the values
+    scale: Tensor  # (rows,): of the values, a power of 2, so that scaling rounds nothing
     norm: Tensor  # (rows,): norm of the squares of the values, rounded up or as they were
     error: Tensor  # (rows,): norm of the squares of half a step of the grid, where the rounding was not exact
 
@@ -183,10 +183,10 @@ def _allow(
     else:
         largest = ((state.rival - state.own + 2 * reach).exp() / others).masked_fill_(others == 0, 1).clamp_(max=1)
         spread = ((of_state + of_class * largest) * (2 * math.log(2 / MISSED))).sqrt_()
-    lowest = exact - exact.abs() * (SLACK / 2)
-    above = state.own - lowest + spread + state.top.abs() * (SLACK / 2)
+    lowest = exact - (1 + exact.abs()) * (SLACK / 2)
+    above = state.own - lowest + spread + (1 + state.top.abs()) * (SLACK / 2)
     most = (all_over_own * (1 + CANCELLED) - 1) * above.exp()
-    return Scan(lowest, 1 + most, lowest, state.rival), reach, lse, margin
+    return Scan(lowest, 1 + most, lowest, state.rival), reach + SLACK, lse, margin
 
 
 def _make_saved(settled: Settled, targets: Targets, own: Tensor, lse: Tensor, margin: Tensor) -> Saved:

@@ -22,7 +22,8 @@ def quantise(values: Tensor, profile: Tensor, rounded: Any, first: int, seed: in
     """
     x = values.float()
     peak = x.abs().amax(1)
-    scale = torch.where(peak > 0, peak / LARGEST, torch.ones_like(peak))
+    exponent = torch.frexp(peak * (1 / LARGEST)).exponent.clamp_(min=-126)
+    scale = torch.where(peak > 0, ((exponent + 127) << 23).view(torch.float32), 1)
     scale.masked_fill_(~x.isfinite().all(1), float("nan"))
     size = (x.abs() / scale[:, None]).clamp_(max=LARGEST)
     step = torch.exp2(size.clamp(min=SMALLEST).log2().floor_()) / 8

@@ -21,7 +21,7 @@ from softsieve.kernels.linear_types import Layer
 from softsieve.kernels.updates_triton import _noise
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "seed"])
 def _quantise(
     values, profile, rounded, scales, norms, errors,
     size, padded, first, seed,
@@ -38,14 +38,17 @@ def _quantise(
         peak = tl.maximum(peak, x)
         broken |= tl.where(x < float("inf"), 0, 1)  # infinite or not a number
     peak_of_row = tl.max(peak, 0)
-    scale = tl.where(peak_of_row > 0.0, peak_of_row / 448.0, 1.0)
+    largest = peak_of_row * 0.0022321429569274187  # 1/448
+    exponent = tl.where(peak_of_row > 0.0, (largest.to(tl.int32, bitcast=True) >> 23) + 1, 127)  # rounded up
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(tl.max(broken, 0) > 0, float("nan"), scale)
     norm = tl.zeros((BLOCK,), tl.float32)
     error = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, padded, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32)
-        magnitude = tl.minimum(tl.abs(x) / scale, 448.0)
+        magnitude = tl.minimum(tl.abs(x) * inverse, 448.0)
         noise = (_noise(seed, (first + row) * size + at) >> 12).to(tl.int32)  # 20 bits
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = magnitude >= 0.015625
@@ -92,8 +95,10 @@ def _own(
 
 @lru_cache(maxsize=1024)
 def settings(columns: int) -> tuple[int, int]:
-    """How many of them a program takes at a time, and with how many warps."""
-    block = min(triton.next_power_of_2(columns), 4096)
+    """How many of them a program takes at a time, of which few are beyond the last one, and with how many warps."""
+    whole = min(triton.next_power_of_2(columns), 4096)
+    blocks = (whole >> n for n in range(4) if whole >> n >= min(whole, 512))
+    block = min(blocks, key=lambda size: (-(-columns // size) * size, -size))
     return block, 4 if block <= 2048 else 8
 
 
@@ -106,7 +111,7 @@ def quantise(values: Tensor, profile: Tensor, rounded: Any, first: int, seed: in
     block, warps = settings(padded)
     codes, scale, norm, error = rounded.values.view(torch.uint8), rounded.scale, rounded.norm, rounded.error
     _launch_quantise(
-        (values.device, values.dtype, size, padded, first == 1, first % 16 == 0, seed, grown),
+        (values.device, values.dtype, size, padded, grown),
         (values, profile, codes, scale, norm, error), (rows, 1, 1),
         values, profile, codes, scale, norm, error, size, padded, first, seed, grown, block, num_warps=warps,
     )  # fmt: skip
@@ -117,6 +122,7 @@ def multiply(hidden: Any, weight: Any, products: Tensor) -> None:
     if products.is_cpu:
         linear_screening_torch.multiply(hidden, weight, products)
         return
+    # with fast accumulation a tenth to a sixth faster, and three times as far off, which is more than `SLACK` allows
     torch._scaled_mm(
         hidden.values, weight.values.t(), scale_a=hidden.scale[:, None], scale_b=weight.scale[None],
         out_dtype=torch.bfloat16, use_fast_accum=False, out=products,

@@ -18,7 +18,7 @@ FEWEST = 128  # classes at a time
 # `kernels.linear` waits for a host.
 SMALL = 360 * 10**9
 NUMBERS = 8  # of a row, where they are one tensor
-SLACK = 2**-7  # share of a logit that screening leaves to the rounding of products to 16 bits, its own and the others'
+SLACK = 2**-6  # of 1 and a logit, what screening leaves to the rounding of products, its own and the others'
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 
 
