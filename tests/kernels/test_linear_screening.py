@@ -206,7 +206,8 @@ def test_loss_and_gradients_are_those_without(
     for grad, own in zip(grads, ours, strict=True):
         if backend == "triton" and dtype == torch.float16 and DEVICE == "cpu":  # a GPU has other kernels for fewer rows
             assert torch.equal(own, grad)
-        torch.testing.assert_close(own, grad, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+        coarse = 0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(own, grad, rtol=max(1e-5, coarse), atol=1e-6 + coarse * float(grad.abs().max()))
     for name in ("solved", "kept", "dense", "right"):
         assert torch.equal(getattr(known, name), getattr(stats, name))
     wide = 0.3 if options.get("softcap") is None else 0.6
