@@ -146,17 +146,23 @@ def linear(
     repeats: Repeats = 15,
     check: Annotated[bool, typer.Option(help="compare gradients with float64's")] = True,
     memory: Annotated[list[int] | None, typer.Option(min=1, help="MB that ours is allowed; several")] = None,
+    screening: Annotated[bool, typer.Option(help="ours also with screening in 8 bits")] = False,
+    backend: Annotated[list[str] | None, typer.Option(help="ours also with that backend; several")] = None,
     out: Annotated[
         Path, typer.Option(help="the results with their provenance go to this JSON file", dir_okay=False)
     ] = Path("benchmarks/results/linear.json"),
 ) -> None:
     """Time, memory and error of forward + backward: AS cross-entropy without the logits, and dense cross-entropies."""
     from benchmarks import linear as suite
+    from softsieve.losses.linear import BACKENDS
 
     _check_choices(dtype, device)
     for name in rival or []:
         if name not in suite.RIVALS:
             raise typer.BadParameter(f"expected one of {', '.join(suite.RIVALS)}, found {name!r}", param_hint="--rival")
+    for name in backend or []:
+        if name not in BACKENDS:
+            raise typer.BadParameter(f"expected one of {', '.join(BACKENDS)}, found {name!r}", param_hint="--backend")
     shapes = [_sizes(text, "8192x2304x256000") for text in shape]
     methods, missing = suite.rivals(rival)
     console = Console(soft_wrap=True, highlight=False)
@@ -166,7 +172,8 @@ def linear(
             with console.status(f"{rows} x {size} x {classes}, {share:.0%} of the rows dense"), one_line():
                 results += suite.measure(
                     rows, size, classes, dense=share, methods=methods, delta=delta, dtype=DTYPES[dtype], device=device,
-                    repeats=repeats, check=check, memory=memory or (), missing=missing,
+                    repeats=repeats, check=check, memory=memory or (), screening=screening, backends=backend or (),
+                    missing=missing,
                 )  # fmt: skip
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
     columns: Columns = {

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from logging import Logger
 from random import Random
 from typing import NamedTuple
 
@@ -61,11 +62,15 @@ def _cut() -> Loss:
     return found
 
 
-def _liger() -> Loss:
+def _liger(kernels: str) -> Loss:
+    """With its cross-entropy in these kernels; those of CuTe need a package of their own."""
+    if kernels == "nvidia-cutedsl":
+        import_module("cutlass.cute")
     apply = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
+    chosen = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, kernels)
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = apply(hidden, weight, target)[0]
+        loss: Tensor = apply(hidden, weight, target, *chosen)[0]
         return loss
 
     return call
@@ -76,6 +81,8 @@ def _torch_own() -> Loss:
 
 
 def _quack() -> Loss:
+    # QuACK 0.6.5 wants to know of all that a kernel reads whether it changes the result, and does not know loggers
+    Logger.__quack_semantic_key__ = lambda self: self.name  # type: ignore[attr-defined]
     found: Loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     return found
 
@@ -84,7 +91,8 @@ RIVALS: dict[str, Callable[[], Loss]] = {
     "torch eager": lambda: _eager,
     "torch.compile": _compiled,
     "cut-cross-entropy": _cut,
-    "Liger": _liger,
+    "Liger": partial(_liger, "nvidia-triton"),
+    "Liger, CuTe": partial(_liger, "nvidia-cutedsl"),
     "QuACK": _quack,
     "torch.nn.LinearCrossEntropyLoss": _torch_own,
 }
@@ -96,8 +104,8 @@ def rivals(names: list[str] | None = None) -> tuple[dict[str, Loss], dict[str, s
     for name in names or RIVALS:
         try:
             there[name] = RIVALS[name]()
-        except (ImportError, AttributeError) as error:
-            missing[name] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever a rival may raise
+            missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return there, missing
 
 
@@ -213,6 +221,8 @@ def measure(
     repeats: int = 15,
     check: bool = True,
     memory: Sequence[int] = (),
+    screening: bool = False,
+    backends: Sequence[str] = (),
     missing: dict[str, str] | None = None,
 ) -> list[Result]:
     """Ours and the rivals on the same layer, taking turns.
@@ -224,6 +234,8 @@ def measure(
         delta, dtype, device, repeats: as they are.
         check: compare gradients with float64's.
         memory: MB that ours is allowed, once for each.
+        screening: ours also with screening in 8 bits, once for each memory.
+        backends: ours also with each of these, to see whether "auto" takes the fastest.
         missing: gets the rivals that cannot be run, with the reason.
 
     Example:
@@ -239,6 +251,10 @@ def measure(
     methods = _working(methods, hidden, weight, target, {} if missing is None else missing)
     plain = {PLAIN: partial(ours, backend="reference")} if check else {}  # for its errors: it takes all the memory
     allowed = {f"{OURS}, {most} MB": partial(ours, memory=most * 10**6) for most in memory}
+    if screening:
+        allowed |= {f"{name}, fp8": partial(call, screening="fp8") for name, call in allowed.items()}
+        allowed[f"{OURS}, fp8"] = partial(ours, screening="fp8")
+    allowed |= {f"{OURS}, {name}": partial(ours, backend=name) for name in backends}
     everything: dict[str, Callable[..., Tensor]] = {**methods, **plain, **allowed, OURS: ours}
     calls = {name: partial(_forward_backward, loss, hidden, weight, target) for name, loss in everything.items()}
     taken = dict(zip(calls, turns(list(calls.values()), repeats=repeats, device=device, order=Random(0)), strict=True))

@@ -196,9 +196,11 @@ def linear_training(
         runs, words = suite.measure(read_text(text), **chosen, progress=progress)
         rows = []
         for run in runs:
-            mean, largest = suite.apart(run, runs[0])
+            mean, largest = suite.apart(run, runs[0]) if run.name != suite.DENSE else (None, None)  # of another loss
             distances = {"last": suite.smooth(run.losses)[-1], "apart_mean": mean, "apart_most": largest}
-            rows.append({"loss": run.name, **distances, "solved": run.solved[-1], "ms": run.ms, "peak_mb": run.peak_mb})
+            shares = {"solved": run.solved[-1], "dense_steps": suite.dense_steps(run)} if run.solved else {}
+            times = {"ms": run.ms, "seconds": run.seconds, "peak_mb": run.peak_mb}
+            rows.append({"loss": run.name, **distances, "solved": None, "dense_steps": None, **shares, **times})
         write_results(out, "linear-training", {"text": text.name, "words": words, **chosen}, rows, suite.draw(runs))
     say(out, rows)
 

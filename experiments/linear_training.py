@@ -1,4 +1,4 @@
-"""A small language model trained through the loss without logits and through the same loss with them."""
+"""A small language model trained through the loss without logits, the same loss with them, and the dense one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softsieve._progress import ProgressCallback, no_progress
@@ -15,7 +16,24 @@ from softsieve.comparisons.output import new_figure
 from softsieve.errors import InputError, listed
 from softsieve.losses import LinearASCrossEntropyLoss
 
-RUNS = {"with logits": ("reference", 0), "without": ("auto", 0), "with logits, another seed": ("reference", 1)}
+
+class Way(NamedTuple):
+    """How a training takes its loss."""
+
+    backend: str | None  # None: dense cross-entropy, compiled by `torch.compile`
+    seed: int = 0
+    memory: int | None = None
+
+
+DENSE = "dense cross-entropy, torch.compile"
+RUNS = {
+    "with logits": Way("reference"),
+    "without": Way("auto"),
+    "without, 512 MB": Way("auto", memory=512 * 10**6),
+    "with logits, another seed": Way("reference", seed=1),
+    DENSE: Way(None),
+}
+STYLES = ("-", "--", "-.", ":", "-")
 SMOOTH = 20  # steps that a curve is the mean of
 
 
@@ -24,8 +42,10 @@ class Run(NamedTuple):
 
     name: str
     losses: list[float]  # of every step
-    solved: list[float]  # share of the rows
+    solved: list[float]  # share of the rows; empty where the loss does not say
+    dense: list[float]  # the same
     ms: float  # of a step, the median
+    seconds: float  # of all steps but the first, in which kernels are compiled
     peak_mb: float | None  # of all that is on the GPU
 
 
@@ -59,8 +79,7 @@ def train(
     text: Tensor,
     words: int,
     *,
-    backend: str,
-    seed: int,
+    way: Way,
     steps: int,
     batch: int,
     length: int,
@@ -72,12 +91,12 @@ def train(
     name: str = "",
 ) -> Run:
     """Train on windows of the text, drawn at random; in bfloat16 by autocast on a GPU."""
-    torch.manual_seed(seed)
+    torch.manual_seed(way.seed)
     model = Model(words, size, layers, length).to(device)
-    criterion = LinearASCrossEntropyLoss(size, words, delta, backend=backend, return_stats=True).to(device)
+    criterion = _make_loss(way, size, words, delta).to(device)
     optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=1e-3)
-    draw = torch.Generator().manual_seed(seed)
-    losses, solved, taken = [], [], []
+    draw = torch.Generator().manual_seed(way.seed)
+    losses, solved, dense, taken = [], [], [], []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(steps):
@@ -91,10 +110,30 @@ def train(
         optimizer.step()
         losses.append(float(loss.detach()))
         taken.append((time.perf_counter() - start) * 1e3)
-        solved.append(float(stats.solved.float().mean()))
+        if stats is not None:
+            solved.append(float(stats.solved.float().mean()))
+            dense.append(float(stats.dense.float().mean()))
         progress(name, 1 / (steps * len(RUNS)))
     peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
-    return Run(name, losses, solved, statistics.median(taken[steps // 10 :]), peak)
+    return Run(name, losses, solved, dense, statistics.median(taken[steps // 10 :]), sum(taken[1:]) / 1e3, peak)
+
+
+class _Dense(nn.Module):
+    """Dense cross-entropy of a linear layer, in one compiled graph; in place of statistics None."""
+
+    def __init__(self, size: int, words: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(size, words, bias=False).weight
+        self.compiled = torch.compile(lambda states, weight, target: F.cross_entropy(F.linear(states, weight), target))
+
+    def forward(self, states: Tensor, target: Tensor) -> tuple[Tensor, None]:
+        return self.compiled(states.flatten(0, -2), self.weight, target.flatten()), None
+
+
+def _make_loss(way: Way, size: int, words: int, delta: float) -> nn.Module:
+    if way.backend is None:
+        return _Dense(size, words)
+    return LinearASCrossEntropyLoss(size, words, delta, backend=way.backend, memory=way.memory, return_stats=True)
 
 
 def measure(text: str, *, progress: ProgressCallback = no_progress, **options: Any) -> tuple[list[Run], int]:
@@ -109,14 +148,18 @@ def measure(text: str, *, progress: ProgressCallback = no_progress, **options: A
     if len(numbers) < 2 * options["length"]:
         raise InputError(f"text: expected {2 * options['length']} words at least, found {len(numbers)}")
     return [
-        train(numbers, words, backend=backend, seed=seed, progress=progress, name=name, **options)
-        for name, (backend, seed) in RUNS.items()
+        train(numbers, words, way=way, progress=progress, name=name, **options) for name, way in RUNS.items()
     ], words
 
 
 def smooth(losses: list[float]) -> list[float]:
     """Means over some steps."""
     return [statistics.fmean(losses[i : i + SMOOTH]) for i in range(0, len(losses) - SMOOTH + 1, SMOOTH)]
+
+
+def dense_steps(run: Run) -> int:
+    """How many steps there are before half of the rows are not dense."""
+    return next((step for step, share in enumerate(run.dense) if share < 0.5), len(run.dense))
 
 
 def apart(one: Run, other: Run) -> tuple[float, float]:
@@ -129,7 +172,7 @@ def draw(runs: list[Run]) -> Any:
     """Curves of loss and of the solved share."""
     figure = new_figure(9, 3.5)
     for panel, field in zip(figure.subplots(1, 2), ("losses", "solved"), strict=True):
-        for run, style in zip(runs, ("-", "--", ":"), strict=True):
+        for run, style in zip(runs, STYLES, strict=True):
             curve = smooth(getattr(run, field))
             panel.plot([SMOOTH * (i + 1) for i in range(len(curve))], curve, style, label=run.name)
         panel.set(xlabel="step", ylabel="loss" if field == "losses" else "solved share")

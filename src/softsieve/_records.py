@@ -19,7 +19,10 @@ from softsieve import __version__
 from softsieve._files import replace_file
 
 # What a measurement may have used besides.
-_PACKAGES = ("numpy", "numba", "triton", "transformers", "faiss-cpu", "entmax", "liger-kernel", "cut-cross-entropy")
+_PACKAGES = (
+    "numpy", "numba", "triton", "transformers", "faiss-cpu", "entmax", "liger-kernel", "cut-cross-entropy",
+    "quack-kernels", "nvidia-cutlass-dsl",
+)  # fmt: skip
 
 
 def _git(*arguments: str) -> str | None:

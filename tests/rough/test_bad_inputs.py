@@ -267,7 +267,7 @@ LOGITS = {"logits": "tensor", "target": "tensor"}
 LINEAR = {
     "hidden": "factor", "weight": "factor", "target": "tensor", "bias": "factor", **LOSS,
     "class_weight": "factor", "row_weight": "factor", "softcap": "number",
-    "backend": "choice", "return_stats": "flag",
+    "backend": "choice", "screening": "choice", "return_stats": "flag",
 }  # fmt: skip
 LABELS = {"ignore_index": "whole", "backend": "choice", **MULTILABEL}
 HEAD = {
@@ -411,6 +411,12 @@ ENTRIES: dict[str, Entry] = {
         softsieve.as_multilabel_loss, lambda: {**_flags(), "return_stats": True}, {**LOGITS, **MULTILABEL}
     ),
     "linear_as_cross_entropy": Entry(softsieve.linear_as_cross_entropy, _linear, LINEAR, also=("hidden, weight",)),
+    "linear_as_cross_entropy, screened": Entry(
+        partial(softsieve.linear_as_cross_entropy, screening="fp8"),
+        _linear,
+        {name: kind for name, kind in LINEAR.items() if name != "screening"},
+        also=("hidden, weight", "screening"),
+    ),
     "linear_as_cross_entropy, reference": Entry(
         partial(softsieve.linear_as_cross_entropy, backend="reference"),
         _linear,
@@ -444,6 +450,7 @@ ENTRIES: dict[str, Entry] = {
             "softcap": "number",
             "memory": "size",
             "backend": "choice",
+            "screening": "choice",
             "return_stats": "flag",
         },
         also=("weight",),

@@ -19,7 +19,8 @@ function and the kept sum those of all classes, after one of the shards' sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ def least_memory(rows: int, item: int) -> int:
 
 
 def forward(
-    layer: Layer, targets: Targets, options: Options, forward_counted: ForwardCounted | None = None
+    layer: Layer, targets: Targets, options: Options, of_counted: ForwardCounted | None = None
 ) -> tuple[Tensor, Saved]:
-    """The loss, reduced, and what else is known of every row; rows that count may have another ``forward_counted``."""
-    forward_counted = forward_counted or _forward_counted
+    """The loss, reduced, and what else is known of every row; rows that count may go another way."""
+    if of_counted is None:
+        of_counted = _screened() if options.screening else forward_counted
     hidden, target = layer.hidden, targets.label
     shards = Shards(options.group, len(layer.weight), hidden.device)
     weights = targets.class_weight
@@ -87,11 +89,11 @@ def forward(
     count = int(counted.sum())
     targets = targets._replace(label=shards.own_labels(target))
     if count == len(hidden):
-        return forward_counted(layer, targets, options, shards)
+        return of_counted(layer, targets, options, shards)
     loss, saved = _forward_ignored(hidden, options)
     if count:
         rows = torch.nonzero_static(counted, size=count).squeeze(1)
-        loss_counted, saved_counted = forward_counted(layer.select(rows), targets.select(rows), options, shards)
+        loss_counted, saved_counted = of_counted(layer.select(rows), targets.select(rows), options, shards)
         for value, part in zip(saved[:-1], saved_counted[:-1], strict=True):
             value[rows] = part
         saved = saved._replace(counts=saved_counted.counts)
@@ -114,7 +116,14 @@ def _forward_ignored(hidden: Tensor, options: Options) -> tuple[Tensor, Saved]:
     return row if options.reduction == "none" else row.new_zeros(()), saved
 
 
-def _forward_counted(layer: Layer, targets: Targets, options: Options, shards: Shards) -> tuple[Tensor, Saved]:
+@cache
+def _screened() -> ForwardCounted:
+    """The way of rows that are screened first."""
+    found: ForwardCounted = import_module("softsieve.kernels.linear_screening").forward_counted
+    return found
+
+
+def forward_counted(layer: Layer, targets: Targets, options: Options, shards: Shards) -> tuple[Tensor, Saved]:
     """`forward` for rows none of which is ignored. Labels count from this shard's first class."""
     backend, label = load_backend(options.backend), targets.label
     top, own, rival = layer.hidden.new_full((3, len(label)), -INF, dtype=accumulation_dtype(layer.hidden)).unbind()
@@ -201,15 +210,17 @@ def add_rows(
     for grad in (None if len(rows) else to_weight, to_bias):  # products write the weight's before they add to it
         if grad is not None:
             grad.zero_()
-    item = layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
+    gathered = len(rows) < len(layer.hidden)
+    item = gathered * layer.hidden.element_size() + accumulation_dtype(layer.hidden).itemsize
     work, most = (share * (memory or MEMORY) // MEMORY for share in (WORK, ROWS))
-    blocks = -(-len(rows) * layer.hidden.shape[1] * item // max(1, most))
-    for number, block in enumerate(rows.chunk(blocks) if len(rows) else ()):
-        part = layer.select(block)
+    height = -(-len(rows) // max(1, -(-len(rows) * layer.hidden.shape[1] * item // max(1, most))))
+    for number, start in enumerate(range(0, len(rows), height or 1)):
+        block = rows[start : start + height]
+        part = layer.select(block if gathered else slice(start, start + height))
         sums = part.hidden.new_zeros(
             part.hidden.shape if to_hidden is not None else (0,), dtype=accumulation_dtype(part.hidden)
         )
-        for chunk in part.chunks(work - part.hidden.nbytes - sums.nbytes):
+        for chunk in part.chunks(work - gathered * part.hidden.nbytes - sums.nbytes):
             differentiate(chunk, block)
             classes = slice(chunk.start, chunk.start + chunk.products.shape[1])
             chunk_grads = (None if grad is None else grad[classes] for grad in (to_weight, to_bias))
@@ -287,9 +298,10 @@ def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None,
     label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
     ignore_index: int, cap: float, reduction: str, backend: str, group: str, memory: int,
+    screening: str,
 ) -> Outputs:  # fmt: skip
     targets = Targets(label, delta, class_weight, row_weight)
-    options = Options(ignore_index, cap, reduction, backend, group, memory)
+    options = Options(ignore_index, cap, reduction, backend, group, memory, screening)
     loss, saved = forward(Layer(hidden, weight, bias, cap), targets, options)
     return loss, *saved
 
@@ -330,7 +342,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 def differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     """The gradients of what went into `_forward`."""
     if grad_loss is None:
-        return (None,) * 13
+        return (None,) * 14
     hidden, weight, bias, target, *tensors = ctx.saved_tensors
     saved = Saved(*tensors)
     wanted = list(ctx.needs_input_grad[:3])
@@ -344,7 +356,7 @@ def differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor |
         grad_loss * saved.share, hidden, weight, bias, target, tensors,
         options.cap, options.backend, options.group, options.memory, wanted,
     )  # fmt: skip
-    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 10
+    return *(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 11
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

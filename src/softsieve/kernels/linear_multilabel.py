@@ -363,6 +363,6 @@ def linear_as_multilabel_loss(
     """Differentiable loss, kept and margin of (rows, size), (classes, size), (classes,) or None, (rows, labels)."""
     call: Callable[..., Outputs] = forward_op if needs_op(hidden) else _apply_forward
     tensors = (value if value is None else value.contiguous() for value in (hidden, weight, bias, *targets[:2]))
-    ignore_index, _, reduction, backend, group, memory = options
-    loss, kept, margin, *_ = call(*tensors, ignore_index, reduction, backend, group, memory)
+    plain = options.ignore_index, options.reduction, options.backend, options.group, options.memory
+    loss, kept, margin, *_ = call(*tensors, *plain)
     return loss, kept, margin

@@ -34,7 +34,7 @@ def _held() -> Any:
 
 def serves(hidden: Tensor, weight: Tensor, options: Options) -> bool:
     """Whether the op is for such a layer, as far as shapes tell: its logits may fit the memory, or it is small."""
-    if options.group or options.reduction == "none":
+    if options.group or options.screening or options.reduction == "none":
         return False
     if options.backend != linear.TRITON:
         return linear_rows.block_rows(hidden, weight, options) > 0
@@ -74,10 +74,11 @@ def _numbers(saved: Saved) -> Tensor:
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None,
     label: Tensor, delta: Tensor, class_weight: Tensor | None, row_weight: Tensor | None,
-    ignore_index: int, cap: float, reduction: str, backend: str, group: str, memory: int, wanted: list[bool],
+    ignore_index: int, cap: float, reduction: str, backend: str, group: str, memory: int, screening: str,
+    wanted: list[bool],
 ) -> Outputs:  # fmt: skip
     targets = Targets(label, delta, class_weight, row_weight)
-    options = Options(ignore_index, cap, reduction, backend, group, memory)
+    options = Options(ignore_index, cap, reduction, backend, group, memory, screening)
     loss, numbers, grads = forward(Layer(hidden, weight, bias, cap), targets, options, wanted)
     to_hidden, to_weight, to_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
     return loss, numbers, to_hidden, to_weight, to_bias
@@ -103,12 +104,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
-        return (None,) * 14
+        return (None,) * 15
     if torch.is_grad_enabled():  # somebody wants the second derivative
         linear.refuse(ctx)
     ready = zip(ctx.saved_tensors, ctx.wanted, strict=True)
     wide = grad_loss.dtype
-    return *((grad.to(wide) * grad_loss).to(grad.dtype) if want else None for grad, want in ready), *[None] * 11
+    return *((grad.to(wide) * grad_loss).to(grad.dtype) if want else None for grad, want in ready), *[None] * 12
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)

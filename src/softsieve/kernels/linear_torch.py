@@ -10,6 +10,7 @@ from torch import Tensor
 
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
 from softsieve.kernels.linear_types import (
+    SLACK,
     Chunk,
     Entries,
     Layer,
@@ -61,13 +62,14 @@ def scan(chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
     top.copy_(higher)
 
 
-def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor, allowance: Tensor | None = None) -> Settled:
     """Thresholds. Solved rows are listed, with nothing in their lists; no others are."""
     top, total, own, _ = state
     ratio = (total.log() - (own - top)).clamp_(min=0).exp_() * targets.delta.to(own.dtype)  # delta / p_t
     sparse = ratio < 1
     threshold = (own + torch.log1p(-ratio)).masked_fill_(~sparse, -INF)
-    solved = sparse & (marks < threshold)
+    highest = marks if allowance is None else marks + allowance + threshold.abs() * SLACK
+    solved = sparse & (highest < threshold)
     rivals, none = torch.zeros_like(own, dtype=torch.long), own.new_zeros(len(own), 0)
     counts = torch.stack([(~solved).sum(), (sparse & ~solved).sum(), torch.zeros_like(rivals[0])])
     return Settled(threshold, rivals, torch.zeros_like(own), solved, none.int(), none, counts)

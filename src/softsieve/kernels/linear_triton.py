@@ -13,6 +13,7 @@ from torch import Tensor
 from softsieve.kernels.cross_entropy_triton import _log1p, _logit, reduce_rows
 from softsieve.kernels.launches import Launches
 from softsieve.kernels.linear_types import (
+    SLACK,
     Chunk,
     Entries,
     Layer,
@@ -84,17 +85,17 @@ def _scan(
 
 @triton.jit
 def _settle(
-    hidden, weight, bias, label, delta, maxima, top, total, own,
+    hidden, weight, bias, label, delta, maxima, allowance, top, total, own,
     threshold, rivals, odds, listed, classes, logits, counts,
     size, vocabulary, labels, tiles, delta_stride, cap, slack,
-    VISITED: tl.constexpr, LISTED: tl.constexpr,
+    VISITED: tl.constexpr, LISTED: tl.constexpr, ALLOWED: tl.constexpr,
     BIASED: tl.constexpr, CAPPED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decide a row's threshold from its sums, and whether the few classes that reach it can be listed.
 
-    Reads the tiles' largest logits. Tiles that reach the threshold are computed again from hidden state and weight, and
-    the classes they keep are written to the row's list and added up. A row with too many of either is not listed. The
-    three ``counts`` are those of `Settled`.
+    Reads the tiles' largest logits, which may lack the row's allowance. Tiles that reach the threshold are computed
+    again from hidden state and weight, and the classes they keep are written to the row's list and added up. A row with
+    too many of either is not listed. The three ``counts`` are those of `Settled`.
     """
     row = tl.program_id(0).to(tl.int64)
     o = tl.load(own + row)
@@ -107,6 +108,8 @@ def _settle(
     complete = ratio < 1.0
     # What was stored is rounded: what nearly reaches the threshold is computed again.
     reach = cut - tl.abs(cut) * slack
+    if ALLOWED:
+        reach -= tl.load(allowance + row)
     if complete:
         visits = tl.zeros((), tl.int32)
         lane = tl.arange(0, _TILE)
@@ -373,7 +376,7 @@ def differentiate(chunk: Chunk, rows: Tensor, label: Tensor, factor: Tensor, sav
     _launch_differentiate.by_types(grid, args, (*_logit_options(chunk), block), num_warps=4)
 
 
-def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
+def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor, allowance: Tensor | None = None) -> Settled:
     """Thresholds, and the kept classes of rows that have few."""
     hidden, weight, bias, cap = layer
     rows, size = hidden.shape
@@ -384,11 +387,14 @@ def settle(layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settle
     logits = hidden.new_empty(rows, LISTED, dtype=torch.float32)
     settled = Settled(threshold, rivals, odds, listed, classes, logits, hidden.new_zeros(3, dtype=torch.int32))
     tiles = marks.shape[1]
+    slack = torch.finfo(hidden.dtype).eps if allowance is None else SLACK
     args = (
-        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks, *state[:3], *settled,
-        size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, torch.finfo(hidden.dtype).eps,
+        hidden, weight, weight if bias is None else bias, targets.label, targets.delta, marks,
+        threshold if allowance is None else allowance, *state[:3], *settled,
+        size, len(weight), targets.label.numel() // rows, tiles, targets.delta.ndim, cap, slack,
     )  # fmt: skip
-    constants = VISITED, LISTED, *_logit_options(layer), min(triton.next_power_of_2(tiles), 2048), 128
+    most = min(triton.next_power_of_2(tiles), 2048)
+    constants = VISITED, LISTED, allowance is not None, *_logit_options(layer), most, 128
     _launch_settle.by_types((rows, 1, 1), args, constants, num_warps=8)
     return settled
 

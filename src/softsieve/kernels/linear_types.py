@@ -18,6 +18,7 @@ FEWEST = 128  # classes at a time
 # `kernels.linear` waits for a host.
 SMALL = 360 * 10**9
 NUMBERS = 8  # of a row, where they are one tensor
+SLACK = 2**-6  # of 1 and a logit, what screening leaves to the rounding of products, its own and the others'
 ON_CPU = 8 << 20  # bytes of logits at a time on a CPU, forward and backward: they stay in a cache
 
 
@@ -30,6 +31,7 @@ class Options(NamedTuple):
     backend: str = "torch"
     group: str = ""  # name of the process group over which the weight is sharded; empty for none
     memory: int = 0  # bytes beyond inputs and gradients that it was told to take; 0 where it was not told
+    screening: str = ""  # the format in which rows are screened; empty where none are
 
 
 class Targets(NamedTuple):
@@ -66,7 +68,7 @@ class Layer(NamedTuple):
     bias: Tensor | None  # (classes,)
     cap: float
 
-    def select(self, rows: Tensor) -> Layer:
+    def select(self, rows: Tensor | slice) -> Layer:
         return self._replace(hidden=self.hidden[rows])
 
     def chunks(self, budget: int, beside: int = 0) -> Iterator[Chunk]:
@@ -78,7 +80,7 @@ class Layer(NamedTuple):
         if self.hidden.is_cpu:
             budget = min(budget, ON_CPU)
         each = rows * self.weight.element_size() + beside
-        step = min(classes, _step(rows, budget // each, self.hidden.device))
+        step = min(classes, classes_at_a_time(rows, budget // each, self.hidden.device))
         buffer = self.hidden.new_empty(rows * step)
         for start in range(0, classes, step):
             part = self.weight[start : start + step]
@@ -86,8 +88,8 @@ class Layer(NamedTuple):
             yield Chunk(torch.mm(self.hidden, part.t(), out=products), self.bias, self.cap, start)
 
 
-def _step(rows: int, most: int, device: torch.device) -> int:
-    """Classes at a time. On a GPU, blocks of 256 x 128 logits are to be a multiple of its processors, if they can."""
+def classes_at_a_time(rows: int, most: int, device: torch.device) -> int:
+    """As many as ``most`` allows. On a GPU, blocks of 256 x 128 logits are to be a multiple of its processors."""
     step = max(FEWEST, most - most % FEWEST)
     if device.type == "cuda":
         blocks, processors = -(-rows // 256), torch.cuda.get_device_properties(device).multi_processor_count
@@ -204,8 +206,13 @@ class Backend(Protocol):
     def scan(self, chunk: Chunk, label: Tensor, state: Scan, marks: Tensor) -> None:
         """Bring ``state`` and ``marks`` up to date with a chunk of logits."""
 
-    def settle(self, layer: Layer, targets: Targets, state: Scan, marks: Tensor) -> Settled:
-        """Thresholds, and the kept classes of rows whose kept classes are few enough to be listed."""
+    def settle(
+        self, layer: Layer, targets: Targets, state: Scan, marks: Tensor, allowance: Tensor | None = None
+    ) -> Settled:
+        """Thresholds, and the kept classes of rows whose kept classes are few enough to be listed.
+
+        An ``allowance`` is by how much the logits of a row may be above those that were scanned.
+        """
 
     def sum_kept(self, chunk: Chunk, rows: Tensor, label: Tensor, own: Tensor, settled: Settled) -> None:
         """Add to ``rivals`` and ``odds`` the kept classes of a chunk that has the products of ``rows`` alone."""

@@ -19,6 +19,7 @@ from softsieve.kernels.cross_entropy_torch import check_labels
 from softsieve.kernels.linear_types import FEWEST, Options, Stepper, Targets
 
 BACKENDS = ("auto", "reference", "torch", "triton")
+SCREENINGS = ("fp8",)
 
 
 class LinearASStats(NamedTuple):
@@ -82,32 +83,51 @@ def check_memory(memory: int, rows: int, weight: Tensor) -> int:
     return memory
 
 
+def check_screening(screening: str, hidden: Tensor, options: Options) -> str:
+    """The format itself, refused where it cannot serve."""
+    _checks.choice("screening", screening, SCREENINGS)
+    reason = None
+    if options.backend == "reference":
+        reason = "backend='reference' holds all logits"
+    elif options.group:
+        reason = "it has no version for several shards"
+    elif hidden.dtype == torch.float64:
+        reason = "these are float64, whose rounding its bound does not know"
+    elif hidden.is_cuda and options.backend == kernel.TRITON:
+        found = torch.cuda.get_device_capability(hidden.device)
+        if found < (9, 0):
+            reason = f"its product needs a GPU of compute capability 9.0, and this one has {found[0]}.{found[1]}"
+    if reason is not None:
+        raise ValueError(f"screening: {screening!r} cannot serve: {reason}")
+    return screening
+
+
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
     softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
-    return_stats: Literal[False] = ...,
+    screening: str | None = ..., return_stats: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
     softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
-    return_stats: Literal[True],
+    screening: str | None = ..., return_stats: Literal[True],
 ) -> tuple[Tensor, LinearASStats]: ...  # fmt: skip
 @overload
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = ..., delta: float | Tensor = ...,
     ignore_index: int = ..., reduction: str = ..., class_weight: Tensor | None = ..., row_weight: Tensor | None = ...,
     softcap: float | None = ..., backend: str = ..., group: Any = ..., memory: int | None = ...,
-    return_stats: bool,
+    screening: str | None = ..., return_stats: bool,
 ) -> Tensor | tuple[Tensor, LinearASStats]: ...  # fmt: skip
 def linear_as_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, delta: float | Tensor = 0.1,
     ignore_index: int = -100, reduction: str = "mean", class_weight: Tensor | None = None,
     row_weight: Tensor | None = None, softcap: float | None = None, backend: str = "auto", group: Any = None,
-    memory: int | None = None, return_stats: bool = False,
+    memory: int | None = None, screening: str | None = None, return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     r"""AS cross-entropy of ``hidden @ weight.T + bias``, without ever holding the logits.
 
@@ -140,6 +160,12 @@ def linear_as_cross_entropy(
             products of matrices instead of four, which pays where many rows are dense. On a CPU that is done where it
             is told how much to take; on a GPU where most rows are dense, or the layer is small. With most rows dense,
             512 MB save a seventh to a quarter of the time. In `torch.compile` a large layer on a GPU must be told, too.
+        screening: ``"fp8"`` first multiplies in 8 bits and calls rows solved whose label leads by more than that
+            product's error; all others go through the product of their own dtype. It is for large layers most of whose
+            rows are solved; where logits are held, rows are not screened. A row is called solved by mistake with a
+            chance of at most 1e-6, for any data. On a GPU it needs Triton and compute capability 9.0; with
+            ``backend="torch"`` 8 bits are emulated, which saves nothing. Log-sum-exp and margin of the rows that it
+            solves are those of the product in 8 bits.
         return_stats: also return `LinearASStats`.
 
     Shape:
@@ -168,15 +194,15 @@ def linear_as_cross_entropy(
     return compute(
         hidden, weight, target, bias=bias, delta=delta, ignore_index=ignore_index, reduction=reduction,
         class_weight=class_weight, row_weight=row_weight, softcap=softcap, backend=backend, group=group,
-        memory=memory, return_stats=return_stats,
+        memory=memory, screening=screening, return_stats=return_stats,
     )  # fmt: skip
 
 
 def compute(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, delta: float | Tensor, ignore_index: int,
     reduction: str, class_weight: Tensor | None, row_weight: Tensor | None, softcap: float | None, backend: str,
-    group: Any, return_stats: bool, memory: int | None = None, stepper: Stepper | None = None,
-    loss_dtype: torch.dtype | None = None,
+    group: Any, return_stats: bool, memory: int | None = None, screening: str | None = None,
+    stepper: Stepper | None = None, loss_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, LinearASStats]:  # fmt: skip
     """`linear_as_cross_entropy`, whose backward pass gives the gradient of the weight to a ``stepper``, if any.
 
@@ -194,11 +220,14 @@ def compute(
     if row_weight is not None:
         _checks.each_row("row_weight", row_weight, target)
         row_weight = row_weight.reshape(-1)
-    _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
+    if class_weight is not None:
+        _checks.weight(class_weight, weight.t(), name="class_weight", sized=group is None)
     name = "" if group is None else _checks.group(group)
     options = Options(ignore_index, cap, reduction, choose_backend(backend, hidden, group), name)
     if memory is not None:
         options = options._replace(memory=check_memory(memory, target.numel(), weight))
+    if screening is not None:
+        options = options._replace(screening=check_screening(screening, hidden, options))
 
     kind = hidden.device.type
     casts = stepper is None and torch.is_autocast_enabled(kind)
@@ -242,7 +271,7 @@ def _differentiable(
     way: Any = kernel
     if wanted and torch.compiler.is_compiling() and linear_ready.serves(hidden, weight, options):
         way = linear_ready
-    elif plain and wanted and linear_rows.block_rows(hidden, weight, options):
+    elif plain and wanted and not options.screening and linear_rows.block_rows(hidden, weight, options):
         way = linear_rows
     found = way.linear_as_cross_entropy(*layer, targets, options)
     return found
@@ -303,8 +332,8 @@ class LinearASCrossEntropyLoss(nn.Module):
         delta: margin in [0, 1]. May be changed while training.
         bias: whether the layer has one.
         class_weight: weight of each class, ``(C,)``; moves with the module.
-        ignore_index, reduction, softcap, backend, memory, return_stats: as there. Memory that is too little for the
-            rows of a batch is refused when that comes, with what it needs.
+        ignore_index, reduction, softcap, backend, memory, screening, return_stats: as there. Memory that is too little
+            for the rows of a batch is refused when that comes, with what it needs.
         device, dtype: of the parameters.
 
     Shape:
@@ -323,8 +352,8 @@ class LinearASCrossEntropyLoss(nn.Module):
     def __init__(
         self, in_features: int, num_classes: int, delta: float = 0.1, *, bias: bool = False,
         class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-        softcap: float | None = None, backend: str = "auto", memory: int | None = None, return_stats: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        softcap: float | None = None, backend: str = "auto", memory: int | None = None, screening: str | None = None,
+        return_stats: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         for name, size in {"in_features": in_features, "num_classes": num_classes}.items():
@@ -338,13 +367,15 @@ class LinearASCrossEntropyLoss(nn.Module):
         self.ignore_index, self.reduction, self.backend = ignore_index, reduction, backend
         if memory is not None:
             _checks.whole_number("memory", memory, 1, 2**62)
-        self.memory, self.return_stats = memory, return_stats
+        if screening is not None:
+            _checks.choice("screening", screening, SCREENINGS)
+        self.memory, self.screening, self.return_stats = memory, screening, return_stats
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LinearASStats]:
         return linear_as_cross_entropy(
             hidden, self.weight, target, bias=self.bias, delta=self.delta, ignore_index=self.ignore_index,
             reduction=self.reduction, class_weight=self.class_weight, softcap=self.softcap, backend=self.backend,
-            memory=self.memory, return_stats=self.return_stats,
+            memory=self.memory, screening=self.screening, return_stats=self.return_stats,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
