@@ -17,13 +17,26 @@ POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
     "*i32": ("count", "counts", "arrivals", "rows", "unusual", "states", "best"),
-    "*i8": ("records", "probe_records", "digits"),
+    "*i8": ("records", "probe_records", "probe_codes", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
 FLOATS = {"scale", "beta", "step", "tier_step", "correction", "width", "floor", "low", "high", "doubt", "tolerance"}
 FLOATS |= {"interval", "least", "most", "bend", "least_signal", "toward_low", "toward_high", "survivors", "flattest"}
 FLOATS |= {"below"}
-WHOLE = {"size", "extended", "longest", "length", "many", "stride", "x_stride", "weight_stride", "n", "blocks", "parts"}
+WHOLE = {
+    "size",
+    "extended",
+    "longest",
+    "length",
+    "many",
+    "stride",
+    "code_stride",
+    "x_stride",
+    "weight_stride",
+    "n",
+    "blocks",
+    "parts",
+}
 WHOLE |= {"batch", "tier", "item", "read", "entries", "code_bytes"}
 
 
@@ -52,8 +65,9 @@ def main() -> None:
             CODED=False,
             BASED=tier,
             TIER=tier,
-            WIDTH=64,
-            LONGEST=64,
+            WIDTH=128 if tier else 64,
+            PACKED=64 if tier else 0,
+            LONGEST=128 if tier else 64,
             PROBES=64,
             EARLY=True,
         )
@@ -66,8 +80,8 @@ def main() -> None:
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
         compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CHOICE=2048, CAPACITY=1024, EARLY=True)
         compiled(
-            stages.preview_rows, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16,
-            QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,
+            stages.preview_rows, WIDTH=256 if tier else 24, PACKED=128 if tier else 0, SOME=128 if tier else 32,
+            LANES=16, QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,
         )  # fmt: skip
     compiled(stages.refine_survivors, BASED=True, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
 

@@ -12,8 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK = 256  # rows that are estimated together
 GROUP = 64  # rows of which the best estimate is kept, to know the k-th best of all
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
+LEADING, STEP = 8, 5  # of packed codes: those of eight bits, and what one of four bits stands for
 
 _BLOCK, _GROUP, _SPREADS = (tl.constexpr(number) for number in (BLOCK, GROUP, SPREADS))
+_LEADING, _SHARE = tl.constexpr(LEADING), tl.constexpr(STEP / 16)
 
 
 @triton.jit
@@ -84,6 +86,22 @@ def _root_mean_square(error, spread, number, step, many):
 
 
 @triton.jit
+def _turned_at(y, byte, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """Return the coordinates of a query that codes of the preview are multiplied with, in the order of these.
+
+    With codes of four bits that is first of PACKED bytes the leading codes and the high ones, then the low ones.
+    """
+    if PACKED:
+        high = byte < PACKED
+        place = tl.where(high, byte, byte - PACKED)
+        leading = place < _LEADING
+        coordinate = tl.where(leading, place, 2 * place - _LEADING + high.to(tl.int32))
+        inside = (byte < WIDTH) & (high | (place >= _LEADING))
+        return tl.load(y + coordinate, mask=inside, other=0.0) * tl.where(leading, 1.0, _SHARE)
+    return tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
+
+
+@triton.jit
 def _round_query(own, byte, tops, digits, b, WIDTH: tl.constexpr):
     """Write a turned query as whole numbers in [-127, 127], and what these leave, 254 times as large."""
     top = tl.max(tl.abs(own), 0)
@@ -98,12 +116,12 @@ def _round_query(own, byte, tops, digits, b, WIDTH: tl.constexpr):
 
 @triton.jit
 def measure_errors(
-    x, weight, bias, projection, centre, mean, probes, probe_records, probe_spreads, tier_spreads,
+    x, weight, bias, projection, centre, mean, probes, probe_codes, probe_spreads, probe_records, tier_spreads,
     y, offset, probed, digits, tops, scales, signals, towards, unusual, units, counts, arrivals,
-    size, extended, longest, many, stride, scale, beta, x_stride, weight_stride, step, tier_step,
+    size, extended, longest, many, code_stride, stride, scale, beta, x_stride, weight_stride, step, tier_step,
     low, high, least_signal, toward_low, toward_high,
     BIASED: tl.constexpr, CODED: tl.constexpr, BASED: tl.constexpr, TIER: tl.constexpr,
-    WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
+    WIDTH: tl.constexpr, PACKED: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turn the queries, and measure how large errors are for them on the probes.
@@ -117,7 +135,7 @@ def measure_errors(
     # The last program needs these at once; who is the last, nobody knows.
     number, byte = tl.arange(0, PROBES), tl.arange(0, LONGEST)
     inside = (byte < WIDTH)[None, :]
-    codes = tl.load(probe_records + number[:, None] * stride + byte[None, :], mask=inside, other=0)
+    codes = tl.load(probe_codes + number[:, None] * code_stride + byte[None, :], mask=inside, other=0)
     spread = tl.load(probe_spreads + number).to(tl.float32)
     x += b.to(tl.int64) * x_stride
     turned = tl.cdiv(longest, ROWS)
@@ -159,7 +177,7 @@ def measure_errors(
         tl.debug_barrier()
         tl.store(arrivals + b, 0)
         y += b * longest
-        own = tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
+        own = _turned_at(y, byte, WIDTH, PACKED)
         truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
         if BASED:  # estimates have it exactly
             at = tl.load(probes + number, mask=number < many, other=0)
@@ -178,7 +196,10 @@ def measure_errors(
         tl.store(unusual + b, tl.where(usual, 0, 1))
         if TIER:
             sums = tl.zeros((PROBES, 64), tl.float32)
-            for start in range(WIDTH, longest + _SPREADS, 64):
+            first: tl.constexpr = 0 if PACKED else WIDTH  # codes of the tier that the preview does not have
+            if PACKED:
+                truth += estimate
+            for start in range(first, longest + _SPREADS, 64):
                 sums += _dot_codes(probe_records, y, number, start, stride, longest + _SPREADS)
             spread = tl.load(tier_spreads + number).to(tl.float32)
             unit = _root_mean_square(truth - tl.sum(sums, 1), spread, number, tier_step, many) * tier_step
@@ -192,10 +213,10 @@ def measure_errors(
 def preview_rows(
     records, spreads, bias, digits, tops, offset, scales, estimates, largest, sums, groups,
     n, blocks, stride, batch, step, correction, bend,
-    BASED: tl.constexpr, WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr,
-    GROUPED: tl.constexpr, EARLY: tl.constexpr,
+    BASED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr,
+    QUERIES: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Estimate a block of rows for some queries, from the first codes of their records.
+    """Estimate a block of rows for some queries, from the first codes of their records, or of PACKED bytes of them.
 
     Writes the estimates and, of each block, the largest, the sum of exponentials over e^largest and, if GROUPED, the
     largest of each group of rows. Decides nothing.
@@ -214,13 +235,19 @@ def preview_rows(
         base = tl.load(bias + row, mask=valid, other=0.0)
     # Whole numbers on matrix units: sums are exact, and codes stay what they are.
     products = tl.zeros((_BLOCK, LANES), tl.int32)
-    for first in tl.static_range(0, WIDTH, SOME):
+    ends: tl.constexpr = PACKED if PACKED else WIDTH
+    for first in tl.static_range(0, ends, SOME):
         j = first + tl.arange(0, SOME)
-        codes = tl.load(places[:, None] + j[None, :], mask=valid[:, None] & (j < WIDTH)[None, :], other=0)
+        codes = tl.load(places[:, None] + j[None, :], mask=valid[:, None] & (j < ends)[None, :], other=0)
         if first == 0:
             begin(EARLY)  # what comes before does not depend on the query
-        inside = (query < batch)[:, None] & (j < WIDTH)[None, :]
+        inside = (query < batch)[:, None] & (j < ends)[None, :]
         some = tl.load(own[:, None] + j[None, :], mask=inside, other=0)
+        if PACKED:
+            # Where they are in their byte they count 16 times; the query has none for low ones of leading bytes.
+            low = tl.load(own[:, None] + PACKED + j[None, :], mask=inside, other=0)
+            products = tl.dot(codes << 4, tl.trans(low), products, out_dtype=tl.int32)
+            codes = tl.where((j < _LEADING)[None, :], codes, codes & -16)
         products = tl.dot(codes, tl.trans(some), products, out_dtype=tl.int32)
     scale = tl.load(scales + b, mask=asked, other=1.0)
     top = tl.load(tops + query, mask=query < batch, other=1.0)
