@@ -117,7 +117,7 @@ def _round_query(own, byte, tops, digits, b, WIDTH: tl.constexpr):
 @triton.jit
 def measure_errors(
     x, weight, bias, projection, centre, mean, probes, probe_codes, probe_spreads, probe_records, tier_spreads,
-    y, offset, probed, digits, tops, scales, signals, towards, unusual, units, counts, arrivals,
+    y, offset, probed, digits, tops, scales, signals, towards, unusual, units, counts, done, arrivals,
     size, extended, longest, many, code_stride, stride, scale, beta, x_stride, weight_stride, step, tier_step,
     low, high, least_signal, toward_low, toward_high,
     BIASED: tl.constexpr, CODED: tl.constexpr, BASED: tl.constexpr, TIER: tl.constexpr,
@@ -168,7 +168,8 @@ def measure_errors(
         if CODED:
             value += beta * tl.load(centre + size + lane * 0, mask=lane == 0, other=0.0)
         tl.store(offset + b + lane, value, mask=lane == 0)
-        tl.store(counts + b, 0)  # no survivors yet
+        tl.store(counts + b, 0)  # no survivors yet, of which some are read
+        tl.store(done + b, 0)
         if b == 0:
             tl.store(counts + tl.num_programs(1), 0)  # nor queries to be answered exactly
     tl.debug_barrier()
@@ -342,7 +343,7 @@ def refine_survivors(
     stride, longest, length, tier,
     BASED: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Estimate survivors from longer codes, those of the tier; who of them stays, `read_finalists` decides."""
+    """Estimate survivors from longer codes, those of the tier; who of them stays, `read_refined` decides."""
     begin(EARLY)
     b = tl.program_id(1)
     count = tl.minimum(tl.load(counts + b), CAPACITY)
@@ -372,58 +373,50 @@ def refine_survivors(
 
 
 @triton.jit
-def read_finalists(
+def read_refined(
     x, weight, bias, counts, rows, values, deviations, refined, dropped, shifts, dense,
     n, size, parts, scale, x_stride, weight_stride, width, correction, bend, floor,
-    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
+    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Read survivors in full; after a tier only those whose upper ends reach the threshold, which it decides on anew.
+    """Read survivors of a tier in full: those whose upper ends reach the threshold, which it decides on anew.
 
     Reads their rows of the weight, and the estimates of all survivors for the threshold. Writes logits of finalists and
-    corrected estimates of the others to ``values``, with a tier to the second half of ``refined``: other programs still
-    read the estimates. Its first half has -1 for a logit, else how much of the exponential was corrected.
+    corrected estimates of the others to the second half of ``refined``: other programs still read the estimates. Its
+    first half has -1 for a logit, else how much of the exponential was corrected.
     """
     begin(EARLY)
     b = tl.program_id(1)
     count = tl.minimum(tl.load(counts + b), CAPACITY)
     first = tl.program_id(0) * ROWS
     if first < count:
-        threshold = -float("inf")
-        if TIER:
-            every = tl.arange(0, PARTS)
-            total = tl.sum(tl.load(dropped + (b * parts + every) * 3, mask=every < parts, other=0.0), 0)
-            shift = tl.load(shifts + b)
-            slot = tl.arange(0, CAPACITY)
-            estimates = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
-            around = tl.load(deviations + b * CAPACITY + slot, mask=slot < count, other=0.0)
-            total += tl.sum(tl.exp(tl.minimum(estimates + _expected_excess(around, correction, bend) - shift, 80.0)), 0)
-            threshold = tl.log(total) + shift + floor
-            if K > 0:
-                threshold = tl.minimum(threshold, _kth_largest(estimates, K))
-            threshold -= 1e-6 * tl.abs(shift)
+        every = tl.arange(0, PARTS)
+        total = tl.sum(tl.load(dropped + (b * parts + every) * 3, mask=every < parts, other=0.0), 0)
+        shift = tl.load(shifts + b)
+        slot = tl.arange(0, CAPACITY)
+        estimates = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
+        around = tl.load(deviations + b * CAPACITY + slot, mask=slot < count, other=0.0)
+        total += tl.sum(tl.exp(tl.minimum(estimates + _expected_excess(around, correction, bend) - shift, 80.0)), 0)
+        threshold = tl.log(total) + shift + floor
+        if K > 0:
+            threshold = tl.minimum(threshold, _kth_largest(estimates, K))
+        threshold -= 1e-6 * tl.abs(shift)
         x += b.to(tl.int64) * x_stride
         for start_row in range(first, count, tl.num_programs(0) * ROWS):
             at = start_row + tl.arange(0, ROWS)
             valid = at < count
             row = tl.load(rows + b * CAPACITY + at, mask=valid, other=0).to(tl.int64)
-            final = valid
-            if TIER:
-                estimate = tl.load(values + b * CAPACITY + at, mask=valid, other=-float("inf"))
-                deviation = tl.load(deviations + b * CAPACITY + at, mask=valid, other=0.0)
-                final = valid & (estimate + width * deviation >= threshold)
-            value = dot_rows(weight + row * weight_stride, final, x, size, ROWS, SIZE) * scale
+            estimate = tl.load(values + b * CAPACITY + at, mask=valid, other=-float("inf"))
+            deviation = tl.load(deviations + b * CAPACITY + at, mask=valid, other=0.0)
+            final = valid & (estimate + width * deviation >= threshold)
+            logit = dot_rows(weight + row * weight_stride, final, x, size, ROWS, SIZE) * scale
             if BIASED:
-                value += tl.load(bias + row, mask=final, other=0.0)
-            if TIER:
-                excess = _expected_excess(deviation, correction, bend)
-                logit = value
-                value = tl.where(final, logit, estimate + excess)
-                tl.store(refined + b * CAPACITY + at, tl.where(final, -1.0, tl.minimum(excess, 1.0)), mask=valid)
-                tl.store(refined + (tl.num_programs(1) + b) * CAPACITY + at, value, mask=valid)
-            else:
-                tl.store(values + b * CAPACITY + at, value, mask=valid)
+                logit += tl.load(bias + row, mask=final, other=0.0)
+            excess = _expected_excess(deviation, correction, bend)
+            value = tl.where(final, logit, estimate + excess)
+            tl.store(refined + b * CAPACITY + at, tl.where(final, -1.0, tl.minimum(excess, 1.0)), mask=valid)
+            tl.store(refined + (tl.num_programs(1) + b) * CAPACITY + at, value, mask=valid)
             if DENSE:
-                if TIER and UPPER:
+                if UPPER:
                     value = tl.where(final, logit, estimate + width * deviation)
                 tl.store(dense + b.to(tl.int64) * n + row, value.to(dense.dtype.element_ty), mask=valid)

@@ -24,6 +24,7 @@ from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
+PROGRAMS = 1024  # that read the survivors of a batch
 PREVIEW_WARPS = 8
 # From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
 CHOICES = ((16, 2048, 4), (4, 1024, 4), (1, 1024, 8))
@@ -170,13 +171,14 @@ def _memory(index: Index, plan: Plan, batch: int) -> SimpleNamespace:
         "deviations": (batch, plan.capacity if tiered else 0),
         "refined": (2, batch, plan.capacity if tiered else 0),  # how much of a value was corrected, and the value
         "counts": (batch + 1,),  # survivors, and queries that fall back
+        "done": (batch,),  # pieces of a query's survivors that are read
         "rows": (batch, plan.capacity),  # survivors
         "states": (batch,),  # why queries fall back, 0 for those that do not
         "whole": (batch, plan.k + 5),  # of `Found`
         "numbers": (batch, 2 * plan.k + 8),  # of `Found`
     }
     dtypes = {"digits": torch.int8, "whole": torch.int64} | dict.fromkeys(
-        ("unusual", "counts", "rows", "states"), torch.int32
+        ("unusual", "counts", "done", "rows", "states"), torch.int32
     )
     return SimpleNamespace(
         **{
@@ -239,7 +241,7 @@ def ask(
         x, index.weight, index.bias, index.projection, index.centre, index.mean, index.probes,
         probe_codes, probe_spreads, index.probe_records, index.probe_spreads[plan.tier],
         m.y, m.offset, m.probed, m.digits, m.tops, m.scales, m.signals, m.towards, m.unusual, m.units,
-        m.counts, arrivals, size, extended, longest, many, probe_codes.stride(0), stride, scale, beta, *strides,
+        m.counts, m.done, arrivals, size, extended, longest, many, probe_codes.stride(0), stride, scale, beta, *strides,
         plan.step, plan.tier_step, plan.low, plan.high, plan.signal, plan.toward_low, plan.toward_high,
         BIASED=biased, CODED=biased and index.coded, BASED=based, TIER=tiered,
         WIDTH=width, PACKED=plan.packed, LONGEST=triton.next_power_of_2(width), PROBES=probes, ROWS=rows, SIZE=wide,
@@ -259,28 +261,35 @@ def ask(
         K=k, BLOCKS=block_width, GROUPS=block_width * (BLOCK // GROUP), GROUPED=k > 1,
         CHOICE=choice, CAPACITY=capacity, DENSE=filled, UPPER=plan.upper, **how | {"num_warps": choosing},
     )  # fmt: skip
-    programs = max(64, 1024 // batch)  # those that have nothing to do take time, too
+    noted = (m.scales, m.signals, m.towards, m.unusual, m.limits, m.states, m.whole, m.numbers, totals)
+    costs = item, parts, *_count_read(index, plan)
+    promised = plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most
     if tiered:
+        programs = max(64, 1024 // batch)  # those that have nothing to do take time, too
         stages.refine_survivors[(min(programs, triton.cdiv(capacity, 16)), batch)](
             index.records, index.bias, m.y, m.offset, m.units, m.counts, m.rows, m.values, m.deviations,
             stride, longest, plan.tier_length, plan.tier, BASED=based, SOME=64, ROWS=16, CAPACITY=capacity, **how,
         )  # fmt: skip
-    stages.read_finalists[(min(programs, triton.cdiv(capacity, rows)), batch)](
-        x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.refined, m.dropped, m.shifts, out,
-        n, size, parts, scale, *strides, plan.width, plan.correction, bend, plan.floor,
-        K=k, TIER=tiered, BIASED=biased, DENSE=filled, UPPER=plan.upper, PARTS=part_width,
-        ROWS=rows, SIZE=wide, CAPACITY=capacity, **how,
-    )  # fmt: skip
-    answers.estimate_log_z[(batch,)](
-        m.counts, m.rows, m.refined[1] if tiered else m.values, m.refined, m.dropped, m.shifts,
-        m.scales, m.signals, m.towards, m.unusual, m.limits, m.states, m.whole, m.numbers, totals,
-        size, item, parts, *_count_read(index, plan), plan.tier_length + 1 if tiered else 0,
-        plan.doubt, plan.tolerance, plan.survivors, plan.flat, plan.interval, plan.least, plan.most,
-        K=k, TIER=tiered, PARTS=part_width, CAPACITY=capacity, **how,
-    )  # fmt: skip
+        stages.read_refined[(min(programs, triton.cdiv(capacity, rows)), batch)](
+            x, index.weight, index.bias, m.counts, m.rows, m.values, m.deviations, m.refined, m.dropped, m.shifts, out,
+            n, size, parts, scale, *strides, plan.width, plan.correction, bend, plan.floor,
+            K=k, BIASED=biased, DENSE=filled, UPPER=plan.upper, PARTS=part_width,
+            ROWS=rows, SIZE=wide, CAPACITY=capacity, **how,
+        )  # fmt: skip
+        answers.estimate_log_z[(batch,)](
+            m.counts, m.rows, m.refined[1], m.refined, m.dropped, m.shifts, *noted, size, *costs,
+            plan.tier_length + 1, *promised, K=k, PARTS=part_width, CAPACITY=capacity, **how,
+        )  # fmt: skip
+    else:
+        answers.read_finalists[(min(PROGRAMS, triton.cdiv(batch * capacity, rows)),)](
+            x, index.weight, index.bias, m.counts, m.done, m.rows, m.values, m.dropped, m.shifts, *noted, out,
+            n, size, batch, scale, *strides, *costs, *promised,
+            K=k, BIASED=biased, DENSE=filled, PARTS=part_width, QUERIES=triton.next_power_of_2(batch),
+            ROWS=rows, SIZE=wide, CAPACITY=capacity, **how,
+        )  # fmt: skip
     exact_triton.answer(
         x, index.weight, index.bias, m.states, m.counts[batch:], kept, m.whole, m.numbers,
         k=k, scale=scale, dense=dense, limits=m.limits if filled and k > 0 and not plan.upper else None,
-        below=torch.finfo(out.dtype).eps,
+        below=torch.finfo(out.dtype).eps, arrivals=arrivals if batch <= exact_triton.TOGETHER else None,
     )  # fmt: skip
     return Found(m.whole, m.numbers)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 CAPACITY, MOST_K = 16384, 64  # on a GPU, as the kernels have them
+TIERS = 4  # on a GPU, of those in the index, the shortest ones, that are tried
 
 
 class Fallback(IntEnum):
@@ -130,9 +131,8 @@ def from_file(fields: dict[str, Any], *, k: int, rows: int, previews: int, tiers
     capacity = fields["capacity"]
     count = tiers if capacity else previews
     fits = fields["first"] <= fields["second"] < count and fields["tier"] < tiers and capacity & (capacity - 1) == 0
-    fits = (
-        fits and fields.get("floor", 1.0) > 0 and fields.get("bits", 8) in ((4, 8) if 0 < fields["first"] < 4 else (8,))
-    )
+    fits = fits and fields.get("floor", 1.0) > 0
+    fits = fits and fields.get("bits", 8) in ((4, 8) if 0 < fields["first"] < TIERS else (8,))
     if fields["k"] != k or k > rows or not fits or capacity > CAPACITY or (capacity and k > MOST_K):
         raise ValueError(f"calibrations.{k}: made for another head")
     kind, others = (GpuCascadeCalibration, _OF_GPU) if capacity else (CascadeCalibration, _OF_CPU)

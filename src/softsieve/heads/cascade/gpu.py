@@ -22,7 +22,7 @@ from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade import packed as packing
 from softsieve.heads.cascade.calibration import Trial
 from softsieve.heads.cascade.engine import Cascade, gap_for
-from softsieve.heads.cascade.fit import Fallback, GpuCascadeCalibration, widened
+from softsieve.heads.cascade.fit import TIERS, Fallback, GpuCascadeCalibration, widened
 from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 ROOM = 1024  # survivors, at least, that there is room for
 BATCH = 64  # queries that are answered together, at most
-TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
 _FALLBACK = 6  # passes over the weight that a fallback counts as: a batch of others waits for the one it takes
