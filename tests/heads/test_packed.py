@@ -28,7 +28,7 @@ def test_codes_are_the_nearest_of_four_bits(n: int, d: int, tiers: list[int]) ->
     for length in tiers[1:]:
         found = packing.unpack(packed.codes, length)
         codes = index.records[:, indexes.SPREADS : indexes.SPREADS + length].float()
-        assert torch.equal(found[:, : packing.LEADING], codes[:, : packing.LEADING])
+        assert torch.equal(found[:, : packing.LEADING], codes[:, : packing.LEADING].clamp(max=packing.MOST))
         error = (found - codes)[:, packing.LEADING :]
         reached = codes[:, packing.LEADING :].abs() <= 7 * packing.STEP
         assert error[reached].abs().max() <= packing.STEP / 2
@@ -60,3 +60,13 @@ def test_rows_of_zeros_and_one_tier() -> None:
     packed = packing.pack(records, [30], index.unit, [1.0])
     assert (packing.unpack(packed.codes, 30) == 0).all()
     assert (packed.spreads >= 1).all()
+
+
+def test_leading_codes_of_all_sizes() -> None:
+    records = torch.zeros(255, indexes.SPREADS + 120, dtype=torch.int8)
+    records[:, : indexes.SPREADS] = 1
+    records[:, indexes.SPREADS] = torch.arange(-127, 128)
+    packed = packing.pack(records, [56, 120], torch.ones(120), [1.0, 1.0])
+    assert packing.unpack(packed.codes, 120)[:, 0].tolist() == [min(code, packing.MOST) for code in range(-127, 128)]
+    found = packed.spreads[1].float() * packed.steps[1]
+    assert torch.allclose(found[[0, 246, 254]], torch.tensor([1.0, 1.0, 65**0.5]), atol=1.01 * packed.steps[1])

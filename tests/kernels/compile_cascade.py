@@ -81,7 +81,7 @@ def main() -> None:
         compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CHOICE=2048, CAPACITY=1024, EARLY=True)
         compiled(
             stages.preview_rows, WIDTH=256 if tier else 24, PACKED=128 if tier else 0, SOME=128 if tier else 32,
-            LANES=16, QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,
+            LANES=16, QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, WORDS=tier, EARLY=True,
         )  # fmt: skip
         compiled(stages.read_refined, **few, **rows, DENSE=tier, UPPER=not tier)
     compiled(answers.estimate_log_z, **few)

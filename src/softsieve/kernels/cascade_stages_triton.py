@@ -89,15 +89,15 @@ def _root_mean_square(error, spread, number, step, many):
 def _turned_at(y, byte, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """Return the coordinates of a query that codes of the preview are multiplied with, in the order of these.
 
-    With codes of four bits that is first of PACKED bytes the leading codes and the high ones, then the low ones.
+    With codes of four bits these are the high ones of PACKED bytes, then the low ones.
     """
     if PACKED:
         high = byte < PACKED
         place = tl.where(high, byte, byte - PACKED)
-        leading = place < _LEADING
+        leading = place < _LEADING  # both halves of one code
         coordinate = tl.where(leading, place, 2 * place - _LEADING + high.to(tl.int32))
-        inside = (byte < WIDTH) & (high | (place >= _LEADING))
-        return tl.load(y + coordinate, mask=inside, other=0.0) * tl.where(leading, 1.0, _SHARE)
+        share = tl.where(leading, tl.where(high, 1.0, 0.0625), _SHARE)  # of what a code that counts 16 times is
+        return tl.load(y + coordinate, mask=byte < WIDTH, other=0.0) * share
     return tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
 
 
@@ -211,11 +211,28 @@ def measure_errors(
 
 
 @triton.jit
+def _high_codes(codes, WORDS: tl.constexpr):
+    """Return 16 times the codes of four bits that are the high ones of their bytes, four bytes at once with WORDS."""
+    if WORDS:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+    return codes & -16
+
+
+@triton.jit
+def _low_codes(codes, WORDS: tl.constexpr):
+    """Return the same of the low ones."""
+    if WORDS:
+        shift: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }"
+        return tl.inline_asm_elementwise(shift, "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+    return codes << 4
+
+
+@triton.jit
 def preview_rows(
     records, spreads, bias, digits, tops, offset, scales, estimates, largest, sums, groups,
     n, blocks, stride, batch, step, correction, bend,
     BASED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr,
-    QUERIES: tl.constexpr, GROUPED: tl.constexpr, EARLY: tl.constexpr,
+    QUERIES: tl.constexpr, GROUPED: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Estimate a block of rows for some queries, from the first codes of their records, or of PACKED bytes of them.
 
@@ -245,10 +262,9 @@ def preview_rows(
         inside = (query < batch)[:, None] & (j < ends)[None, :]
         some = tl.load(own[:, None] + j[None, :], mask=inside, other=0)
         if PACKED:
-            # Where they are in their byte they count 16 times; the query has none for low ones of leading bytes.
             low = tl.load(own[:, None] + PACKED + j[None, :], mask=inside, other=0)
-            products = tl.dot(codes << 4, tl.trans(low), products, out_dtype=tl.int32)
-            codes = tl.where((j < _LEADING)[None, :], codes, codes & -16)
+            products = tl.dot(_low_codes(codes, WORDS), tl.trans(low), products, out_dtype=tl.int32)
+            codes = _high_codes(codes, WORDS)
         products = tl.dot(codes, tl.trans(some), products, out_dtype=tl.int32)
     scale = tl.load(scales + b, mask=asked, other=1.0)
     top = tl.load(tops + query, mask=query < batch, other=1.0)

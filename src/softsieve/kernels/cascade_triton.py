@@ -25,7 +25,7 @@ __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan",
 
 WARPS = 4
 PROGRAMS = 1024  # that read the survivors of a batch
-PREVIEW_WARPS = 8
+PREVIEW = {"num_warps": 8}
 # From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
 CHOICES = ((16, 2048, 4), (4, 1024, 4), (1, 1024, 8))
 CHOICE = CHOICES[-1][1]
@@ -253,7 +253,7 @@ def ask(
         codes, spreads, index.bias, m.digits, m.tops, m.offset, m.scales,
         m.estimates, m.largest, m.sums, m.groups, n, blocks, codes.stride(0), batch, plan.step, plan.correction, bend,
         BASED=based, WIDTH=width, PACKED=plan.packed, SOME=min(128, max(32, triton.next_power_of_2(loaded))),
-        LANES=lanes, QUERIES=together, GROUPED=k > 1, **how | {"num_warps": PREVIEW_WARPS},
+        LANES=lanes, QUERIES=together, GROUPED=k > 1, WORDS=x.is_cuda and torch.version.hip is None, **how | PREVIEW,
     )  # fmt: skip
     stages.select_survivors[(parts, batch)](
         m.estimates, spreads, m.largest, m.sums, m.groups, m.scales, m.unusual, m.counts, m.rows, m.dropped, m.shifts,

@@ -14,7 +14,8 @@ from torch import Tensor
 from softsieve.heads.cascade.index import LEVELS, SPREADS
 
 # As the kernels have them:
-LEADING = SPREADS  # codes of eight bits, in the place of a record's spreads, so that a tier takes half of its bytes
+LEADING = SPREADS  # codes of eight bits, in place of a record's spreads, so that a tier takes half of its bytes
+MOST = 119  # of the leading codes: both halves of a byte have a sign, 16 * 7 + 7
 STEP = 5  # codes of eight bits that one of four bits stands for; 8 of these are 3.8 root mean squares of a column
 _AT_ONCE = 1 << 24  # codes that are worked on at a time
 
@@ -50,14 +51,16 @@ def pack(records: Tensor, tiers: list[int], unit: Tensor, steps: list[float]) ->
     for start in range(0, n, step := max(1, _AT_ONCE // longest)):
         part = records[start : start + step]
         own = part[:, SPREADS : SPREADS + longest]
+        leading = own[:, :LEADING].clamp(max=MOST)
         coarse = torch.div(own[:, LEADING:].float(), STEP).round_().clamp_(-8, 7)
         nibbles = coarse.to(torch.int8)
-        codes[start : start + step, :LEADING] = own[:, :LEADING]
+        low = ((leading + 8) & 15) - 8
+        codes[start : start + step, :LEADING] = (leading - low) | (low & 15)
         codes[start : start + step, LEADING:] = (nibbles[:, 1::2] << 4) | (nibbles[:, 0::2] & 15)
-        lost = ((coarse * STEP - own[:, LEADING:]) * unit[LEADING:longest]).square_().cumsum_(-1)
+        lost = (torch.cat([leading, coarse * STEP], -1) - own).mul_(unit[:longest]).square_().cumsum_(-1)
         for tier, length in enumerate(tiers):
             kept = part[:, tier].view(torch.uint8).float() * steps[tier]
-            total = kept.square_() + (lost[:, length - LEADING - 1] if length > LEADING else 0.0)
+            total = kept.square_() + lost[:, length - 1]
             deviations[tier, start : start + step] = total.sqrt_()
     largest = (deviations.amax(-1).clamp_min(1e-30) / LEVELS).tolist()
     scale = torch.tensor(largest, device=records.device)[:, None]
@@ -66,21 +69,18 @@ def pack(records: Tensor, tiers: list[int], unit: Tensor, steps: list[float]) ->
 
 
 def widen(codes: Tensor) -> Tensor:
-    """Packed codes as matrix units read them: the leading and the high ones, then the low ones, 16 times as large.
+    """Packed codes as matrix units read them: the high ones, then the low ones, 16 times as large.
 
     Example:
-        >>> widen(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 0x2F]], dtype=torch.int8)).tolist()
-        [[1, 2, 3, 4, 5, 6, 7, 8, 32, 0, 0, 0, 0, 0, 0, 0, 0, -16]]
+        >>> widen(torch.tensor([[0x2F, 0x71]], dtype=torch.int8)).tolist()
+        [[32, 112, -16, 16]]
     """
-    high, low = codes & -16, codes << 4
-    high[:, :LEADING], low[:, :LEADING] = codes[:, :LEADING], 0
-    return torch.cat([high, low], -1)
+    return torch.cat([codes & -16, codes << 4], -1)
 
 
 def unpack(codes: Tensor, length: int) -> Tensor:
     """What packed codes stand for, in codes of eight bits. (rows, length)"""
     high, low = widen(codes[:, : size_of(length)]).chunk(2, -1)
-    pairs = torch.stack([low[:, LEADING:], high[:, LEADING:]], -1).flatten(1)
-    return torch.cat([high[:, :LEADING], pairs >> 4], -1).float() * torch.tensor(
-        [1.0] * LEADING + [float(STEP)] * (length - LEADING), device=codes.device
-    )
+    pairs = torch.stack([low, high], -1) >> 4
+    leading = pairs[:, :LEADING, 0] + 16 * pairs[:, :LEADING, 1]
+    return torch.cat([leading, STEP * pairs[:, LEADING:].flatten(1)], -1).float()
