@@ -1,8 +1,9 @@
 """The cascade on a GPU, in Triton: queries through preview, one tier of codes and exact rows. Raw tensors only.
 
-Seven launches, eight with a tier, whatever the queries are, and none of them waits for the host. They are the steps of
-docs/cascade.md: `measure_errors`, `preview_rows`, `select_survivors`, `refine_survivors`, `read_finalists`,
-`estimate_log_z`, and the two of `exact_triton` for queries that fall back to all rows, which share one pass over them.
+Five launches whatever the queries are, six for more than `exact_triton.TOGETHER` of them and two more with a tier; none
+of them waits for the host. They are the steps of docs/cascade.md: `measure_errors`, `preview_rows`, `select_survivors`,
+with a tier `refine_survivors`, `read_refined` and `estimate_log_z`, else `read_finalists`, which does both; and the
+product of `exact_triton` for queries that fall back to all rows, which share one pass over them.
 Runs under Triton's interpreter, too.
 """
 

@@ -1,8 +1,8 @@
 """The cascade on a GPU: the same index, and a rule of fixed steps that never waits for the host.
 
-All rows are estimated with one of the tiers: a GPU reads 64 bytes of each row as fast as fewer. Those that may matter
-go to a longer one, or to exact rows at once. What is calibrated on a CPU says nothing about this rule, so `calibrate`
-is called on the device that answers.
+All rows are estimated with one of the tiers, in eight bits or four: a GPU reads 64 bytes of each row as fast as fewer.
+Those that may matter go to a longer one, or to exact rows at once. What is calibrated on a CPU says nothing about this
+rule, so `calibrate` is called on the device that answers.
 """
 
 from __future__ import annotations
