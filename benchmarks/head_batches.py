@@ -75,9 +75,10 @@ def _timed(
             times[method].append(1e3 * (time.perf_counter() - start))
     counted = {method: own[1:] for method, own in times.items()}
     means = {method: statistics.fmean(own) for method, own in counted.items()}
+    n, d = weight.shape
     return [
         Result(
-            name, *weight.shape, batch, method, statistics.median(own), means[method],
+            name, n, d, batch, method, statistics.median(own), means[method],
             statistics.quantiles([*own, *own], n=100, method="inclusive")[98], means[PRODUCT] / means[method],
             means[WHOLE] / means[method], right if method == OURS else 1.0, len(own),
         )
