@@ -2,8 +2,8 @@
 
 Two launches: `multiply_rows` reads the weight once for all of these queries together, on matrix units, and keeps of
 every block of rows the largest logit and sum of exponentials; `sum_up` makes the answers of them. Of few queries the
-last program of the first launch makes them. Logits themselves are written only where somebody asks for them. When no query
-needs it, all return at once, so that they can follow any rule that finds out on the device. Runs under Triton's
+last program of the first launch makes them. Logits themselves are written only where somebody asks for them. When no
+query needs it, all return at once, so that they can follow any rule that finds out on the device. Runs under Triton's
 interpreter, too.
 """
 
