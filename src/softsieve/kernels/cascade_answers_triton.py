@@ -48,7 +48,7 @@ def _answer(
     refined += b * CAPACITY
     dropped += b * parts * 3
     selected = tl.load(counts + b)
-    count = tl.minimum(selected, CAPACITY)
+    count = tl.where(selected <= CAPACITY, selected, CAPACITY if TIER else 0)
     every = tl.arange(0, PARTS)
     total = tl.sum(tl.load(dropped + every * 3, mask=every < parts, other=0.0), 0)
     corrected = tl.sum(tl.load(dropped + every * 3 + 1, mask=every < parts, other=0.0), 0)
@@ -88,7 +88,7 @@ def _answer(
     limit = tl.full((), float("inf"), tl.float32)
     if K > 0:
         flat = log_z - last
-        state = tl.where(flat <= flattest, state, _DRIFTED)
+        state = tl.where((flat <= flattest) | (selected > CAPACITY), state, _DRIFTED)
         # Rows that did not reach a threshold above the answer may have estimates above it.
         limit = tl.where(highest_dropped >= last, last, limit)
     tl.store(limits + b, limit)
@@ -148,13 +148,15 @@ def read_finalists(
     """
     begin(EARLY)
     every = tl.arange(0, QUERIES)
-    own = tl.minimum(tl.load(counts + every, mask=every < batch, other=0), CAPACITY)
+    own = tl.load(counts + every, mask=every < batch, other=0)
+    own = tl.where(own <= CAPACITY, own, 0)  # a query that falls back has none of its own
     chunks = tl.where(every < batch, tl.maximum((own + ROWS - 1) // ROWS, 1), 0)  # somebody answers without rows, too
     ends = tl.cumsum(chunks, 0)
     total = tl.sum(chunks, 0)
     share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
     first = tl.program_id(0) * share
-    last, pending = tl.minimum(first + share, total), 0
+    last = tl.minimum(first + share, total)
+    pending = 0
     for chunk in range(first, last):
         b = tl.sum((ends <= chunk).to(tl.int32), 0)
         mine = every == b
