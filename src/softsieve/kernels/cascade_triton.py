@@ -25,6 +25,7 @@ from softsieve.kernels.cascade_stages_triton import BLOCK, GROUP, SPREADS
 __all__ = ["CHOICE", "DRIFTED", "EXPENSIVE", "Fields", "Found", "Index", "Plan", "ask", "fields"]
 
 WARPS = 4
+WARPS_OF_ONE = 8  # of a single query, whose programs are too few to fill the device
 PROGRAMS = 1024  # that read the survivors of a batch
 PREVIEW = {"num_warps": 8}
 # From so many queries on: rows of which survivors are chosen together, each time by what all blocks say, and warps.
@@ -235,7 +236,7 @@ def ask(
     parts = triton.cdiv(n, choice)
     block_width, part_width = triton.next_power_of_2(blocks), triton.next_power_of_2(parts)
     filled, out = dense is not None, m.scales if dense is None else dense
-    how = exact_triton.options(x) | {"num_warps": WARPS}
+    how = exact_triton.options(x) | {"num_warps": WARPS_OF_ONE if batch == 1 else WARPS}
     kept = exact_triton.partials(index.weight, batch, k)
 
     stages.measure_errors[(triton.cdiv(longest, rows) + triton.cdiv(probes, rows) + 2, batch)](
