@@ -55,6 +55,33 @@ def test_a_fallback_costs_passes_over_the_weight(engine: GpuCascade) -> None:
     assert engine.cost(start, trial([0] * 10, survivors=torch.full((10,), 500))) > none
 
 
+@pytest.mark.parametrize(("slack", "wide"), [(0.0, 0), (0.1, 1), (10.0, 4)])
+def test_the_widest_that_takes_hardly_more(
+    engine: GpuCascade, monkeypatch: pytest.MonkeyPatch, slack: float, wide: int
+) -> None:
+    start = engine.start(1, Promise(0.3, 0.1), 100)._replace(width=4.0)
+    costs = [2.0, 1.5, 1.2, 1.05, 1.0]  # from wide to narrow
+
+    class Sample:
+        queries = torch.zeros(10, 1)
+        engine: Any
+
+        def read(self, trial: Trial) -> float:
+            return 0.5
+
+    sample: Any = Sample()
+    sample.engine = engine
+    monkeypatch.setattr(engine, "slack", slack, raising=False)
+    monkeypatch.setattr(engine, "cost", lambda fit, trial: costs[widths.index(fit.width)], raising=False)
+    widths = [6.0, 5.5, 5.0, 4.5, 4.0]
+    monkeypatch.setattr(calibration, "_tried_widths", lambda shape: widths)
+    answers = [(trial([0] * 10), number) for number in range(5)]
+    monkeypatch.setattr(calibration, "_while_right", lambda sample, fits, wrong, errors: (answers, wrong))
+    best, found = calibration._decide(sample, start, 9, lambda *_: None)
+    assert best.width == widths[4 - wide]
+    assert found is answers[4 - wide][0]
+
+
 def test_room_for_twice_as_many_survivors(engine: GpuCascade) -> None:
     start = engine.start(1, Promise(0.3, 0.01), 1000)
     for most, room in ((3, 1024), (512, 1024), (600, 2048), (4096, 8192), (100_000, CAPACITY)):

@@ -66,6 +66,7 @@ class GpuCascade(Cascade):
     """An index with its weight on a GPU, ready to be asked from any thread and stream."""
 
     on_gpu = True
+    slack = 0.1  # rows that are read in full are few: later text is harder than the sample, and margins have room
 
     def __init__(self, layer: Layer, index: indexes.Index) -> None:
         from softsieve.kernels import cascade_triton as kernels
