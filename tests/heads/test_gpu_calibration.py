@@ -60,7 +60,7 @@ def test_the_widest_that_takes_hardly_more(
     engine: GpuCascade, monkeypatch: pytest.MonkeyPatch, slack: float, wide: int
 ) -> None:
     start = engine.start(1, Promise(0.3, 0.1), 100)._replace(width=4.0)
-    costs = [2.0, 1.5, 1.2, 1.05, 1.0]  # from wide to narrow
+    costs, widths = [2.0, 1.5, 1.2, 1.05, 1.0], [6.0, 5.5, 5.0, 4.5, 4.0]
 
     class Sample:
         queries = torch.zeros(10, 1)
@@ -73,7 +73,6 @@ def test_the_widest_that_takes_hardly_more(
     sample.engine = engine
     monkeypatch.setattr(engine, "slack", slack, raising=False)
     monkeypatch.setattr(engine, "cost", lambda fit, trial: costs[widths.index(fit.width)], raising=False)
-    widths = [6.0, 5.5, 5.0, 4.5, 4.0]
     monkeypatch.setattr(calibration, "_tried_widths", lambda shape: widths)
     answers = [(trial([0] * 10), number) for number in range(5)]
     monkeypatch.setattr(calibration, "_while_right", lambda sample, fits, wrong, errors: (answers, wrong))
