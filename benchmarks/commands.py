@@ -727,6 +727,48 @@ def calibration(
     _write(console, out, "calibration", settings, results)
 
 
+@app.command("head-batches")
+def head_batches(
+    head: Annotated[Path, typer.Argument(help="a file of `softsieve head extract`")],
+    batch: Annotated[list[int], typer.Option(min=1, help="queries at a time; several")] = [1, 4, 8],  # noqa: B006
+    k: Annotated[int, typer.Option(min=1, help="softmax values asked for")] = 1,
+    eps: Eps = 0.3,
+    delta: Delta = 0.01,
+    calibration: Annotated[int, typer.Option(min=2, help="states of each text to calibrate with, at most")] = 4000,
+    test_queries: Annotated[int, typer.Option(min=64, help="states of each text to test with, at most")] = 480,
+    threads: Threads = None,
+    seed: Seed = 0,
+    out: Record = None,
+) -> None:
+    """Time of several queries at a time on a CPU: the cascade beside the exact product in bf16."""
+    from benchmarks import head_batches as suite
+    from softsieve.integrations.head_file import read_head
+
+    check_promise(eps, [delta])
+    set_threads(threads)
+    console = Console(soft_wrap=True, highlight=False)
+    chosen: dict[str, Any] = {"batches": batch, "k": k, "eps": eps, "delta": delta, "calibration": calibration}
+    chosen |= {"test_queries": test_queries, "seed": seed}
+    with console.status("reading") as status, one_line():
+        layer, notes = read_head(head)
+        results = suite.measure(layer, **chosen, say=lambda what: status.update(what))
+    columns: Columns = {
+        "corpus": lambda r: r.corpus,
+        "batch": lambda r: str(r.batch),
+        "method": lambda r: r.method,
+        "ms": lambda r: f"{r.ms:.2f}",
+        "mean, p99": lambda r: f"{r.ms_mean:.2f}, {r.ms_p99:.2f}",
+        "product": lambda r: f"{r.mean_over_product:.2f}x",
+        "whole": lambda r: f"{r.mean_over_whole:.2f}x",
+        "right": lambda r: f"{r.right:.2%}" if r.method == suite.OURS else "",
+    }
+    title = f"{notes.get('model', head.name)}, top {k}, eps {eps}, delta {delta}, {torch.get_num_threads()} threads"
+    left = ("corpus", "method")
+    console.print(table(results, columns, title=title, left=left, ends=lambda r: r.method == suite.OURS))
+    settings = {**chosen, "head": notes.get("model", head.name), "threads": torch.get_num_threads()}
+    _write(console, out, "head-batches", settings, results)
+
+
 @app.command("vllm-load")
 def vllm_load(
     model: Annotated[Path, typer.Option(help="folder of a model with its index beside it")],

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from softsieve.heads.cascade import calibration, fit, index
 from softsieve.heads.cascade.basis import Moments
 from softsieve.heads.cascade.calibration import Trial, Truth
+from softsieve.heads.cascade.fit import CAPACITY
 from softsieve.heads.cascade.gpu import _FALLBACK, GpuCascade
 from softsieve.heads.engine import Layer, Options, Promise
 
@@ -54,9 +55,35 @@ def test_a_fallback_costs_passes_over_the_weight(engine: GpuCascade) -> None:
     assert engine.cost(start, trial([0] * 10, survivors=torch.full((10,), 500))) > none
 
 
+@pytest.mark.parametrize(("slack", "wide"), [(0.0, 0), (0.1, 1), (10.0, 4)])
+def test_the_widest_that_takes_hardly_more(
+    engine: GpuCascade, monkeypatch: pytest.MonkeyPatch, slack: float, wide: int
+) -> None:
+    start = engine.start(1, Promise(0.3, 0.1), 100)._replace(width=4.0)
+    costs, widths = [2.0, 1.5, 1.2, 1.05, 1.0], [6.0, 5.5, 5.0, 4.5, 4.0]
+
+    class Sample:
+        queries = torch.zeros(10, 1)
+        engine: Any
+
+        def read(self, trial: Trial) -> float:
+            return 0.5
+
+    sample: Any = Sample()
+    sample.engine = engine
+    monkeypatch.setattr(engine, "slack", slack, raising=False)
+    monkeypatch.setattr(engine, "cost", lambda fit, trial: costs[widths.index(fit.width)], raising=False)
+    monkeypatch.setattr(calibration, "_tried_widths", lambda shape: widths)
+    answers = [(trial([0] * 10), number) for number in range(5)]
+    monkeypatch.setattr(calibration, "_while_right", lambda sample, fits, wrong, errors: (answers, wrong))
+    best, found = calibration._decide(sample, start, 9, lambda *_: None)
+    assert best.width == widths[4 - wide]
+    assert found is answers[4 - wide][0]
+
+
 def test_room_for_twice_as_many_survivors(engine: GpuCascade) -> None:
     start = engine.start(1, Promise(0.3, 0.01), 1000)
-    for most, room in ((3, 1024), (512, 1024), (600, 2048), (4096, 8192), (100_000, 8192)):
+    for most, room in ((3, 1024), (512, 1024), (600, 2048), (4096, 8192), (100_000, CAPACITY)):
         assert engine.roomy(start, trial([0, 0], survivors=torch.tensor([1, most]))).capacity == room
 
 
@@ -95,3 +122,16 @@ def test_files_have_the_floor_where_it_is_another(engine: GpuCascade) -> None:
     for bad in (0, -1.0):
         with pytest.raises(ValueError, match=r"floor|another head"):
             fit.from_file(fit.to_file(start) | {"floor": bad}, **sizes)
+
+
+def test_files_have_the_bits_where_they_are_others(engine: GpuCascade) -> None:
+    start = engine.start(1, Promise(0.3, 0.01), 1000)._replace(width=5.0, first=1)
+    sizes = {"k": 1, "rows": 3000, "previews": 8, "tiers": 6}
+    assert "bits" not in fit.to_file(start)
+    packed = start._replace(bits=4)
+    assert fit.from_file(fit.to_file(packed), **sizes) == packed
+    for bad in ({"bits": 5}, {"bits": 0}, {"first": 0, "second": 0}, {"first": fit.TIERS, "second": fit.TIERS}):
+        with pytest.raises(ValueError, match="another head"):
+            fit.from_file(fit.to_file(packed) | bad, **sizes)
+    with pytest.raises(TypeError, match="bits"):
+        fit.from_file(fit.to_file(packed) | {"bits": 4.0}, **sizes)

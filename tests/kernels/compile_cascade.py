@@ -16,14 +16,27 @@ from softsieve.kernels import exact_triton as exact
 POINTERS = {
     "*bf16": ("x", "weight", "projection"),
     "*i64": ("probes", "whole", "totals"),
-    "*i32": ("count", "counts", "arrivals", "rows", "unusual", "states", "best"),
-    "*i8": ("records", "probe_records", "digits"),
+    "*i32": ("count", "counts", "done", "arrivals", "rows", "unusual", "states", "best"),
+    "*i8": ("records", "probe_records", "probe_codes", "digits"),
     "*u8": ("spreads", "probe_spreads", "tier_spreads"),
 }
 FLOATS = {"scale", "beta", "step", "tier_step", "correction", "width", "floor", "low", "high", "doubt", "tolerance"}
 FLOATS |= {"interval", "least", "most", "bend", "least_signal", "toward_low", "toward_high", "survivors", "flattest"}
 FLOATS |= {"below"}
-WHOLE = {"size", "extended", "longest", "length", "many", "stride", "x_stride", "weight_stride", "n", "blocks", "parts"}
+WHOLE = {
+    "size",
+    "extended",
+    "longest",
+    "length",
+    "many",
+    "stride",
+    "code_stride",
+    "x_stride",
+    "weight_stride",
+    "n",
+    "blocks",
+    "parts",
+}
 WHOLE |= {"batch", "tier", "item", "read", "entries", "code_bytes"}
 
 
@@ -44,7 +57,7 @@ def compiled(kernel: Any, **constants: Any) -> None:
 
 def main() -> None:
     for tier in (False, True):
-        few = {"K": 8, "TIER": tier, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
+        few = {"K": 8, "PARTS": 128, "CAPACITY": 1024, "EARLY": True}
         rows = {"BIASED": tier, "ROWS": 1, "SIZE": 4096}
         compiled(
             stages.measure_errors,
@@ -52,23 +65,26 @@ def main() -> None:
             CODED=False,
             BASED=tier,
             TIER=tier,
-            WIDTH=64,
-            LONGEST=64,
+            WIDTH=128 if tier else 64,
+            PACKED=64 if tier else 0,
+            LONGEST=128 if tier else 64,
             PROBES=64,
             EARLY=True,
         )
-        compiled(stages.read_finalists, **few, **rows, DENSE=tier, UPPER=not tier)
-        compiled(answers.estimate_log_z, **few)
+        compiled(answers.read_finalists, **few, **rows, DENSE=tier, QUERIES=8 if tier else 1)
         asked = {"K": 8 if tier else 1, "ALL": not tier, "ROWS": 128, "EARLY": True}
         queries = {"QUERIES": 64 if tier else 16, "SIZE": 64}
-        compiled(exact.multiply_rows, **asked, **queries, BIASED=tier, DENSE=tier, LIMITED=tier)
+        last = {"LAST": tier, "BLOCKS": 2048}
+        compiled(exact.multiply_rows, **asked, **queries, **last, BIASED=tier, DENSE=tier, LIMITED=tier)
         compiled(exact.sum_up, **asked, BLOCKS=2048)
         choice = {"K": 8 if tier else 1, "GROUPED": tier, "DENSE": tier, "UPPER": not tier}
         compiled(stages.select_survivors, **choice, BLOCKS=256, GROUPS=1024, CHOICE=2048, CAPACITY=1024, EARLY=True)
         compiled(
-            stages.preview_rows, WIDTH=256 if tier else 24, SOME=128 if tier else 32, LANES=16,
-            QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, EARLY=True,
+            stages.preview_rows, WIDTH=256 if tier else 24, PACKED=128 if tier else 0, SOME=128 if tier else 32,
+            LANES=16, QUERIES=8 if tier else 1, GROUPED=tier, BASED=tier, WORDS=tier, EARLY=True,
         )  # fmt: skip
+        compiled(stages.read_refined, **few, **rows, DENSE=tier, UPPER=not tier)
+    compiled(answers.estimate_log_z, **few)
     compiled(stages.refine_survivors, BASED=True, SOME=64, ROWS=16, CAPACITY=1024, EARLY=True)
 
 

@@ -12,8 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK = 256  # rows that are estimated together
 GROUP = 64  # rows of which the best estimate is kept, to know the k-th best of all
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
+LEADING, STEP = 8, 5  # of packed codes: those of eight bits, and what one of four bits stands for
 
 _BLOCK, _GROUP, _SPREADS = (tl.constexpr(number) for number in (BLOCK, GROUP, SPREADS))
+_LEADING, _SHARE = tl.constexpr(LEADING), tl.constexpr(STEP / 16)
 
 
 @triton.jit
@@ -84,6 +86,22 @@ def _root_mean_square(error, spread, number, step, many):
 
 
 @triton.jit
+def _turned_at(y, byte, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """Return the coordinates of a query that codes of the preview are multiplied with, in the order of these.
+
+    With codes of four bits these are the high ones of PACKED bytes, then the low ones.
+    """
+    if PACKED:
+        high = byte < PACKED
+        place = tl.where(high, byte, byte - PACKED)
+        leading = place < _LEADING  # both halves of one code
+        coordinate = tl.where(leading, place, 2 * place - _LEADING + high.to(tl.int32))
+        share = tl.where(leading, tl.where(high, 1.0, 0.0625), _SHARE)  # of what a code that counts 16 times is
+        return tl.load(y + coordinate, mask=byte < WIDTH, other=0.0) * share
+    return tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
+
+
+@triton.jit
 def _round_query(own, byte, tops, digits, b, WIDTH: tl.constexpr):
     """Write a turned query as whole numbers in [-127, 127], and what these leave, 254 times as large."""
     top = tl.max(tl.abs(own), 0)
@@ -98,12 +116,12 @@ def _round_query(own, byte, tops, digits, b, WIDTH: tl.constexpr):
 
 @triton.jit
 def measure_errors(
-    x, weight, bias, projection, centre, mean, probes, probe_records, probe_spreads, tier_spreads,
-    y, offset, probed, digits, tops, scales, signals, towards, unusual, units, counts, arrivals,
-    size, extended, longest, many, stride, scale, beta, x_stride, weight_stride, step, tier_step,
+    x, weight, bias, projection, centre, mean, probes, probe_codes, probe_spreads, probe_records, tier_spreads,
+    y, offset, probed, digits, tops, scales, signals, towards, unusual, units, counts, done, arrivals,
+    size, extended, longest, many, code_stride, stride, scale, beta, x_stride, weight_stride, step, tier_step,
     low, high, least_signal, toward_low, toward_high,
     BIASED: tl.constexpr, CODED: tl.constexpr, BASED: tl.constexpr, TIER: tl.constexpr,
-    WIDTH: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
+    WIDTH: tl.constexpr, PACKED: tl.constexpr, LONGEST: tl.constexpr, PROBES: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turn the queries, and measure how large errors are for them on the probes.
@@ -117,7 +135,7 @@ def measure_errors(
     # The last program needs these at once; who is the last, nobody knows.
     number, byte = tl.arange(0, PROBES), tl.arange(0, LONGEST)
     inside = (byte < WIDTH)[None, :]
-    codes = tl.load(probe_records + number[:, None] * stride + byte[None, :], mask=inside, other=0)
+    codes = tl.load(probe_codes + number[:, None] * code_stride + byte[None, :], mask=inside, other=0)
     spread = tl.load(probe_spreads + number).to(tl.float32)
     x += b.to(tl.int64) * x_stride
     turned = tl.cdiv(longest, ROWS)
@@ -150,7 +168,8 @@ def measure_errors(
         if CODED:
             value += beta * tl.load(centre + size + lane * 0, mask=lane == 0, other=0.0)
         tl.store(offset + b + lane, value, mask=lane == 0)
-        tl.store(counts + b, 0)  # no survivors yet
+        tl.store(counts + b, 0)  # no survivors yet, of which some are read
+        tl.store(done + b, 0)
         if b == 0:
             tl.store(counts + tl.num_programs(1), 0)  # nor queries to be answered exactly
     tl.debug_barrier()
@@ -159,7 +178,7 @@ def measure_errors(
         tl.debug_barrier()
         tl.store(arrivals + b, 0)
         y += b * longest
-        own = tl.load(y + byte - _SPREADS, mask=(byte >= _SPREADS) & (byte < WIDTH), other=0.0)
+        own = _turned_at(y, byte, WIDTH, PACKED)
         truth = tl.load(probed + b * PROBES + number, mask=number < many, other=0.0) - tl.load(offset + b)
         if BASED:  # estimates have it exactly
             at = tl.load(probes + number, mask=number < many, other=0)
@@ -178,7 +197,10 @@ def measure_errors(
         tl.store(unusual + b, tl.where(usual, 0, 1))
         if TIER:
             sums = tl.zeros((PROBES, 64), tl.float32)
-            for start in range(WIDTH, longest + _SPREADS, 64):
+            first: tl.constexpr = 0 if PACKED else WIDTH  # codes of the tier that the preview does not have
+            if PACKED:
+                truth += estimate
+            for start in range(first, longest + _SPREADS, 64):
                 sums += _dot_codes(probe_records, y, number, start, stride, longest + _SPREADS)
             spread = tl.load(tier_spreads + number).to(tl.float32)
             unit = _root_mean_square(truth - tl.sum(sums, 1), spread, number, tier_step, many) * tier_step
@@ -189,13 +211,30 @@ def measure_errors(
 
 
 @triton.jit
+def _high_codes(codes, WORDS: tl.constexpr):
+    """Return 16 times the codes of four bits that are the high ones of their bytes, four bytes at once with WORDS."""
+    if WORDS:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+    return codes & -16
+
+
+@triton.jit
+def _low_codes(codes, WORDS: tl.constexpr):
+    """Return the same of the low ones."""
+    if WORDS:
+        shift: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }"
+        return tl.inline_asm_elementwise(shift, "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+    return codes << 4
+
+
+@triton.jit
 def preview_rows(
     records, spreads, bias, digits, tops, offset, scales, estimates, largest, sums, groups,
     n, blocks, stride, batch, step, correction, bend,
-    BASED: tl.constexpr, WIDTH: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr, QUERIES: tl.constexpr,
-    GROUPED: tl.constexpr, EARLY: tl.constexpr,
+    BASED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SOME: tl.constexpr, LANES: tl.constexpr,
+    QUERIES: tl.constexpr, GROUPED: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Estimate a block of rows for some queries, from the first codes of their records.
+    """Estimate a block of rows for some queries, from the first codes of their records, or of PACKED bytes of them.
 
     Writes the estimates and, of each block, the largest, the sum of exponentials over e^largest and, if GROUPED, the
     largest of each group of rows. Decides nothing.
@@ -214,13 +253,18 @@ def preview_rows(
         base = tl.load(bias + row, mask=valid, other=0.0)
     # Whole numbers on matrix units: sums are exact, and codes stay what they are.
     products = tl.zeros((_BLOCK, LANES), tl.int32)
-    for first in tl.static_range(0, WIDTH, SOME):
+    ends: tl.constexpr = PACKED if PACKED else WIDTH
+    for first in tl.static_range(0, ends, SOME):
         j = first + tl.arange(0, SOME)
-        codes = tl.load(places[:, None] + j[None, :], mask=valid[:, None] & (j < WIDTH)[None, :], other=0)
+        codes = tl.load(places[:, None] + j[None, :], mask=valid[:, None] & (j < ends)[None, :], other=0)
         if first == 0:
             begin(EARLY)  # what comes before does not depend on the query
-        inside = (query < batch)[:, None] & (j < WIDTH)[None, :]
+        inside = (query < batch)[:, None] & (j < ends)[None, :]
         some = tl.load(own[:, None] + j[None, :], mask=inside, other=0)
+        if PACKED:
+            low = tl.load(own[:, None] + PACKED + j[None, :], mask=inside, other=0)
+            products = tl.dot(_low_codes(codes, WORDS), tl.trans(low), products, out_dtype=tl.int32)
+            codes = _high_codes(codes, WORDS)
         products = tl.dot(codes, tl.trans(some), products, out_dtype=tl.int32)
     scale = tl.load(scales + b, mask=asked, other=1.0)
     top = tl.load(tops + query, mask=query < batch, other=1.0)
@@ -315,7 +359,7 @@ def refine_survivors(
     stride, longest, length, tier,
     BASED: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Estimate survivors from longer codes, those of the tier; who of them stays, `read_finalists` decides."""
+    """Estimate survivors from longer codes, those of the tier; who of them stays, `read_refined` decides."""
     begin(EARLY)
     b = tl.program_id(1)
     count = tl.minimum(tl.load(counts + b), CAPACITY)
@@ -345,58 +389,50 @@ def refine_survivors(
 
 
 @triton.jit
-def read_finalists(
+def read_refined(
     x, weight, bias, counts, rows, values, deviations, refined, dropped, shifts, dense,
     n, size, parts, scale, x_stride, weight_stride, width, correction, bend, floor,
-    K: tl.constexpr, TIER: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
+    K: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, UPPER: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Read survivors in full; after a tier only those whose upper ends reach the threshold, which it decides on anew.
+    """Read survivors of a tier in full: those whose upper ends reach the threshold, which it decides on anew.
 
     Reads their rows of the weight, and the estimates of all survivors for the threshold. Writes logits of finalists and
-    corrected estimates of the others to ``values``, with a tier to the second half of ``refined``: other programs still
-    read the estimates. Its first half has -1 for a logit, else how much of the exponential was corrected.
+    corrected estimates of the others to the second half of ``refined``: other programs still read the estimates. Its
+    first half has -1 for a logit, else how much of the exponential was corrected.
     """
     begin(EARLY)
     b = tl.program_id(1)
     count = tl.minimum(tl.load(counts + b), CAPACITY)
     first = tl.program_id(0) * ROWS
     if first < count:
-        threshold = -float("inf")
-        if TIER:
-            every = tl.arange(0, PARTS)
-            total = tl.sum(tl.load(dropped + (b * parts + every) * 3, mask=every < parts, other=0.0), 0)
-            shift = tl.load(shifts + b)
-            slot = tl.arange(0, CAPACITY)
-            estimates = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
-            around = tl.load(deviations + b * CAPACITY + slot, mask=slot < count, other=0.0)
-            total += tl.sum(tl.exp(tl.minimum(estimates + _expected_excess(around, correction, bend) - shift, 80.0)), 0)
-            threshold = tl.log(total) + shift + floor
-            if K > 0:
-                threshold = tl.minimum(threshold, _kth_largest(estimates, K))
-            threshold -= 1e-6 * tl.abs(shift)
+        every = tl.arange(0, PARTS)
+        total = tl.sum(tl.load(dropped + (b * parts + every) * 3, mask=every < parts, other=0.0), 0)
+        shift = tl.load(shifts + b)
+        slot = tl.arange(0, CAPACITY)
+        estimates = tl.load(values + b * CAPACITY + slot, mask=slot < count, other=-float("inf"))
+        around = tl.load(deviations + b * CAPACITY + slot, mask=slot < count, other=0.0)
+        total += tl.sum(tl.exp(tl.minimum(estimates + _expected_excess(around, correction, bend) - shift, 80.0)), 0)
+        threshold = tl.log(total) + shift + floor
+        if K > 0:
+            threshold = tl.minimum(threshold, _kth_largest(estimates, K))
+        threshold -= 1e-6 * tl.abs(shift)
         x += b.to(tl.int64) * x_stride
         for start_row in range(first, count, tl.num_programs(0) * ROWS):
             at = start_row + tl.arange(0, ROWS)
             valid = at < count
             row = tl.load(rows + b * CAPACITY + at, mask=valid, other=0).to(tl.int64)
-            final = valid
-            if TIER:
-                estimate = tl.load(values + b * CAPACITY + at, mask=valid, other=-float("inf"))
-                deviation = tl.load(deviations + b * CAPACITY + at, mask=valid, other=0.0)
-                final = valid & (estimate + width * deviation >= threshold)
-            value = dot_rows(weight + row * weight_stride, final, x, size, ROWS, SIZE) * scale
+            estimate = tl.load(values + b * CAPACITY + at, mask=valid, other=-float("inf"))
+            deviation = tl.load(deviations + b * CAPACITY + at, mask=valid, other=0.0)
+            final = valid & (estimate + width * deviation >= threshold)
+            logit = dot_rows(weight + row * weight_stride, final, x, size, ROWS, SIZE) * scale
             if BIASED:
-                value += tl.load(bias + row, mask=final, other=0.0)
-            if TIER:
-                excess = _expected_excess(deviation, correction, bend)
-                logit = value
-                value = tl.where(final, logit, estimate + excess)
-                tl.store(refined + b * CAPACITY + at, tl.where(final, -1.0, tl.minimum(excess, 1.0)), mask=valid)
-                tl.store(refined + (tl.num_programs(1) + b) * CAPACITY + at, value, mask=valid)
-            else:
-                tl.store(values + b * CAPACITY + at, value, mask=valid)
+                logit += tl.load(bias + row, mask=final, other=0.0)
+            excess = _expected_excess(deviation, correction, bend)
+            value = tl.where(final, logit, estimate + excess)
+            tl.store(refined + b * CAPACITY + at, tl.where(final, -1.0, tl.minimum(excess, 1.0)), mask=valid)
+            tl.store(refined + (tl.num_programs(1) + b) * CAPACITY + at, value, mask=valid)
             if DENSE:
-                if TIER and UPPER:
+                if UPPER:
                     value = tl.where(final, logit, estimate + width * deviation)
                 tl.store(dense + b.to(tl.int64) * n + row, value.to(dense.dtype.element_ty), mask=valid)

@@ -1,9 +1,10 @@
 """Exact answers of a linear head in Triton: all rows for those queries of a batch that need them, in one pass.
 
 Two launches: `multiply_rows` reads the weight once for all of these queries together, on matrix units, and keeps of
-every block of rows the largest logit and sum of exponentials; `sum_up` makes the answers of them. Logits themselves are
-written only where somebody asks for them. When no query needs it, both return at once, so that they can follow any rule
-that finds out on the device. Runs under Triton's interpreter, too.
+every block of rows the largest logit and sum of exponentials; `sum_up` makes the answers of them. Of few queries the
+last program of the first launch makes them. Logits themselves are written only where somebody asks for them. When no
+query needs it, all return at once, so that they can follow any rule that finds out on the device. Runs under Triton's
+interpreter, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from softsieve.kernels.cascade_stages_triton import begin
 FEW = 16  # queries that matrix units multiply as fast as one
 MOST = 64  # queries of a call
 CHOICE = 1024  # rows whose logits are limited together
+TOGETHER = 8  # queries, at most, of which those that fall back are summed up in the launch of the product
 
 
 class Shape(NamedTuple):
@@ -87,7 +89,7 @@ def ask(x: Tensor, weight: Tensor, bias: Tensor | None, *, k: int, scale: float)
 def answer(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, count: Tensor | None, kept: Partials,
     whole: Tensor, numbers: Tensor, *, k: int, scale: float, dense: Tensor | None = None,
-    limits: Tensor | None = None, below: float = 0.0,
+    limits: Tensor | None = None, below: float = 0.0, arrivals: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Answer those queries (batch, d) whose state is not 0, of which there are ``count``: both on the device.
 
@@ -98,6 +100,8 @@ def answer(
         dense: (batch, n), where all logits of these queries go, if anywhere.
         limits: (batch,): logits of the other queries in ``dense`` are lowered to below it, but for their top k.
         below: how far below, relatively.
+        arrivals: zeros of int32, which they are again in the end: then the last program to be done makes all answers,
+            one after the other, and there is no other launch.
     """
     (n, size), batch, every = weight.shape, len(x), states is None
     shape, how = shape_for(weight, batch), options(x)
@@ -106,12 +110,15 @@ def answer(
     if x.is_cuda:
         many = torch.cuda.get_device_properties(x.device).multi_processor_count * shape.programs
     multiply_rows[(min(blocks, many),)](
-        x, weight, bias, count, states, kept.largest, kept.sums, kept.best, kept.values, limits, whole, out,
-        n, size, blocks, batch, scale, x.stride(0), weight.stride(0), below,
-        K=k, ALL=every, BIASED=bias is not None, DENSE=dense is not None, LIMITED=limits is not None,
+        x, weight, bias, count, states, kept.largest, kept.sums, kept.best, kept.values, limits, whole, numbers,
+        arrivals, out, n, size, weight.element_size(), blocks, batch, scale, x.stride(0), weight.stride(0), below,
+        K=k, ALL=every, LAST=arrivals is not None, BLOCKS=triton.next_power_of_2(blocks),
+        BIASED=bias is not None, DENSE=dense is not None, LIMITED=limits is not None,
         QUERIES=max(FEW, triton.next_power_of_2(batch)), ROWS=shape.rows, SIZE=shape.size,
         num_warps=shape.warps, num_stages=shape.stages, **how,
     )  # fmt: skip
+    if arrivals is not None:
+        return
     sum_up[(batch,)](
         states, kept.largest, kept.sums, kept.best, kept.values, whole, numbers, n, size, weight.element_size(), blocks,
         K=k, ALL=every, BLOCKS=triton.next_power_of_2(blocks), ROWS=shape.rows, num_warps=8, **how,
@@ -195,9 +202,10 @@ def _multiply(
 
 @triton.jit
 def multiply_rows(
-    x, weight, bias, count, states, largest, sums, best, values, limits, whole, dense,
-    n, size, blocks, batch, scale, x_stride, weight_stride, below,
-    K: tl.constexpr, ALL: tl.constexpr, BIASED: tl.constexpr, DENSE: tl.constexpr, LIMITED: tl.constexpr,
+    x, weight, bias, count, states, largest, sums, best, values, limits, whole, numbers, arrivals, dense,
+    n, size, item, blocks, batch, scale, x_stride, weight_stride, below,
+    K: tl.constexpr, ALL: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
+    BIASED: tl.constexpr, DENSE: tl.constexpr, LIMITED: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Read all rows once for the queries that need it, and limit the logits of the others. Decides nothing."""
@@ -222,6 +230,18 @@ def multiply_rows(
                 x, weight, bias, states, largest, sums, best, values, dense, n, size, blocks, batch, scale, x_stride,
                 weight_stride, K, ALL, BIASED, DENSE, QUERIES, QUERIES, ROWS, SIZE,
             )  # fmt: skip
+    if LAST:  # noqa: SIM102
+        if needed > 0:
+            tl.debug_barrier()
+            before = tl.atomic_add(arrivals, 1, sem="acq_rel")
+            if before == tl.num_programs(0) - 1:
+                tl.debug_barrier()
+                tl.store(arrivals, 0)
+                for b in range(batch):
+                    if tl.load(states + b) != 0:
+                        _sum_up(
+                            b, largest, sums, best, values, whole, numbers, n, size, item, blocks, K, ALL, BLOCKS, ROWS
+                        )
 
 
 @triton.jit
@@ -241,44 +261,53 @@ def _limit_logits(dense, whole, limit, n, below, K: tl.constexpr):
 
 
 @triton.jit
+def _sum_up(
+    b, largest, sums, best, values, whole, numbers, n, size, item, blocks,
+    K: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Make the answer of query b: log Z and the top k."""
+    whole += b * (K + 5)
+    numbers += b * (2 * K + 8)
+    values += b * n
+    every = tl.arange(0, BLOCKS)
+    tops = tl.load(largest + b * blocks + every, mask=every < blocks, other=-float("inf"))
+    own = tl.load(sums + b * blocks + every, mask=every < blocks, other=0.0)
+    highest = tl.max(tops, 0)
+    # A NaN among the logits is one in their sum, and so in everything.
+    log_z = tl.log(tl.sum(own * tl.exp(tops - highest), 0)) + highest
+    if K == 1:
+        rows = tl.load(best + b * blocks + every, mask=every < blocks, other=_NO_ROW)
+        chosen = tl.minimum(tl.min(tl.where(tops == highest, rows, _NO_ROW), 0), n - 1)
+        tl.store(whole, chosen.to(tl.int64))
+        tl.store(numbers, tl.exp(highest - log_z))
+        tl.store(numbers + 1, highest)
+    else:
+        _take_largest(values, whole, numbers, tops, log_z, n, K, BLOCKS, ROWS)
+    for place in range(3):
+        tl.store(numbers + 2 * K + place, log_z)
+    tl.store(numbers + 2 * K + 3, 0.0)
+    entries = (tl.zeros((), tl.int64) + n) * size
+    tl.store(whole + K, entries)
+    read = entries * item
+    if not ALL:
+        read += tl.load(whole + K + 1)
+    tl.store(whole + K + 1, read)
+
+
+@triton.jit
 def sum_up(
     states, largest, sums, best, values, whole, numbers,
     n, size, item, blocks,
     K: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Make the answer of a query that all rows were read for: log Z and the top k. One program a query."""
+    """Make the answers of queries that all rows were read for. One program a query."""
     begin(EARLY)
     b = tl.program_id(0).to(tl.int64)
     needed = 1
     if not ALL:
         needed = tl.load(states + b)
     if needed != 0:
-        whole += b * (K + 5)
-        numbers += b * (2 * K + 8)
-        values += b * n
-        every = tl.arange(0, BLOCKS)
-        tops = tl.load(largest + b * blocks + every, mask=every < blocks, other=-float("inf"))
-        own = tl.load(sums + b * blocks + every, mask=every < blocks, other=0.0)
-        highest = tl.max(tops, 0)
-        # A NaN among the logits is one in their sum, and so in everything.
-        log_z = tl.log(tl.sum(own * tl.exp(tops - highest), 0)) + highest
-        if K == 1:
-            rows = tl.load(best + b * blocks + every, mask=every < blocks, other=_NO_ROW)
-            chosen = tl.minimum(tl.min(tl.where(tops == highest, rows, _NO_ROW), 0), n - 1)
-            tl.store(whole, chosen.to(tl.int64))
-            tl.store(numbers, tl.exp(highest - log_z))
-            tl.store(numbers + 1, highest)
-        else:
-            _take_largest(values, whole, numbers, tops, log_z, n, K, BLOCKS, ROWS)
-        for place in range(3):
-            tl.store(numbers + 2 * K + place, log_z)
-        tl.store(numbers + 2 * K + 3, 0.0)
-        entries = (tl.zeros((), tl.int64) + n) * size
-        tl.store(whole + K, entries)
-        read = entries * item
-        if not ALL:
-            read += tl.load(whole + K + 1)
-        tl.store(whole + K + 1, read)
+        _sum_up(b, largest, sums, best, values, whole, numbers, n, size, item, blocks, K, ALL, BLOCKS, ROWS)
 
 
 @triton.jit

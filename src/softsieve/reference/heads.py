@@ -122,6 +122,7 @@ class CascadeIndex(NamedTuple):
     deviations: Tensor  # predicted ones of the errors of each length. (2 + tiers, n)
     probes: Tensor  # rows whose errors say how large the errors of a query are
     mean: Tensor | None = None  # of queries like those to come, of length 1
+    coarse: Tensor | None = None  # codes that the first preview has instead. (n, length)
 
 
 class CascadePlan(NamedTuple):
@@ -169,7 +170,9 @@ class _Query:
         extended = beta * (torch.cat([x.double(), torch.ones(1, dtype=torch.float64)]) if coded else x.double())
         base = index.centre.double() @ extended + (0.0 if bias is None or coded else beta * bias.double())
         self.base = base.expand(len(weight))
-        self.terms = index.codes.double() * (index.projection.double() @ extended)
+        turned = index.projection.double() @ extended
+        self.terms = index.codes.double() * turned
+        self.coarse = None if index.coarse is None else index.coarse.double() @ turned[: index.coarse.shape[1]]
         self.toward = 0.0
         if index.mean is not None:
             self.toward = float(index.mean.double() @ extended / extended.norm().clamp_min(1e-30))
@@ -180,7 +183,8 @@ class _Query:
 
     def estimate(self, which: int) -> tuple[Tensor, Tensor]:
         """Estimates of all rows from codes of one of the lengths, and deviations of their errors."""
-        values = self.base + self.terms[:, : self.index.lengths[which]].sum(-1)
+        own = self.terms[:, : self.index.lengths[which]].sum(-1)
+        values = self.base + (own if which or self.coarse is None else self.coarse)
         predicted, probes = self.index.deviations[which].double(), self.index.probes
         scale = float(((self.exact - values)[probes] / predicted[probes]).square().mean().sqrt())
         if which == 0:

@@ -340,8 +340,11 @@ def _doubt(sample: _Sample, exact: Truth, fit: AnyFit) -> tuple[AnyFit, float]:
 
 
 def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallback) -> tuple[AnyFit, Trial | None]:
-    """The width, with the trial of it; infinite, without one, if none will do."""
-    best, answers, least = shape._replace(width=math.inf, read=1.0, right=1.0), None, math.inf
+    """The width, with the trial of it; infinite, without one, if none will do.
+
+    The widest that takes hardly more than the one that takes least, as the engine has it.
+    """
+    fine: list[tuple[float, AnyFit, Trial]] = []
     widths, count = _tried_widths(shape), len(sample.queries)
     wrong = torch.zeros(count, dtype=torch.bool, device=sample.queries.device)  # with this width or a wider one
     for start in range(0, len(widths), TOGETHER):
@@ -349,13 +352,16 @@ def _decide(sample: _Sample, shape: AnyFit, errors: int, progress: ProgressCallb
         trials, wrong = _while_right(sample, fits, wrong, errors)
         for fit, (trial, many) in zip(fits, trials, strict=False):
             cost, read = sample.engine.cost(fit, trial), sample.read(trial)
-            if cost <= least and read <= 1:
-                best, answers, least = fit._replace(read=read, right=1 - many / count), trial, cost
+            if read <= 1:
+                fine.append((cost, fit._replace(read=read, right=1 - many / count), trial))
         if len(trials) < len(fits):
             progress("deciding on the width", 0.4 * (len(widths) - start) / len(widths))
             break
         progress("deciding on the width", 0.4 * len(fits) / len(widths))
-    return best, answers
+    if not fine:
+        return shape._replace(width=math.inf, read=1.0, right=1.0), None
+    most = min(cost for cost, *_ in fine) * (1 + sample.engine.slack)
+    return next((fit, trial) for cost, fit, trial in fine if cost <= most)
 
 
 def _while_right(

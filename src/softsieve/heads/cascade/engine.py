@@ -33,6 +33,7 @@ class Cascade(Engine):
     has_estimates = True
     needed = staticmethod(calibration.needed)
     on_gpu: bool
+    slack = 0.0  # by which answers may take longer than the fastest that are right often enough, to be right more often
 
     def __init__(self, layer: Layer, index: indexes.Index) -> None:
         self.layer, self.index, self.fitted_to = layer, index, index.checksums

@@ -6,7 +6,8 @@ import math
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
-CAPACITY, MOST_K = 8192, 64  # on a GPU, as the kernels have them
+CAPACITY, MOST_K = 16384, 64  # on a GPU, as the kernels have them
+TIERS = 4  # on a GPU, of those in the index, the shortest ones, that are tried
 
 
 class Fallback(IntEnum):
@@ -76,6 +77,7 @@ class GpuCascadeCalibration(NamedTuple):
     flat: float = math.inf
     envelope: float = math.inf
     level: float = -math.inf
+    bits: int = 8  # of the codes of the preview: 8, or 4 for all but the leading ones
     floor: float = 1.0  # share of the partition function from which on rows are read in full, of eps / 2
 
 
@@ -91,9 +93,11 @@ _NEWER = (
     "envelope",
     "level",
     "floor",
+    "bits",
 )  # not in files of version 0.1
+_ONLY = {"floor": 1.0, "bits": 8}  # what earlier versions knew, of a GPU; files have others
 _LEAST = {"tier": -1, "toward_low": -math.inf, "toward_high": -math.inf, "level": -math.inf}  # others are 0 at least
-_WHOLE = ("k", "queries", "first", "second", "batch", "tier", "capacity")
+_WHOLE = ("k", "queries", "first", "second", "batch", "tier", "capacity", "bits")
 # Files have the fields of both kinds.
 _OF_CPU: dict[str, Any] = {"tier": -1, "capacity": 0}
 _OF_GPU: dict[str, Any] = {"second": 0, "limit": 0.0}
@@ -104,8 +108,9 @@ def to_file(fit: Fit) -> dict[str, Any]:
     fields = fit._asdict()
     if math.isinf(fit.level):
         del fields["level"]
-    if fields.get("floor") == 1:  # earlier versions know no other
-        del fields["floor"]
+    for name, value in _ONLY.items():
+        if fields.get(name) == value:
+            del fields[name]
     return fields | (_OF_CPU if "limit" in fields else _OF_GPU | {"second": fields["first"]})
 
 
@@ -115,7 +120,7 @@ def from_file(fields: dict[str, Any], *, k: int, rows: int, previews: int, tiers
     Raises:
         TypeError, ValueError: when it does not belong to a head with so many rows, previews and tiers.
     """
-    names = {*CascadeCalibration._fields, *_OF_CPU} | ({"floor"} if fields.get("capacity") else set())
+    names = {*CascadeCalibration._fields, *_OF_CPU} | (set(_ONLY) if fields.get("capacity") else set())
     if not names - set(_NEWER) <= set(fields) <= names:
         raise ValueError(f"calibrations.{k}: expected {sorted(names)}, found {sorted(fields)}")
     for name, value in fields.items():
@@ -127,6 +132,7 @@ def from_file(fields: dict[str, Any], *, k: int, rows: int, previews: int, tiers
     count = tiers if capacity else previews
     fits = fields["first"] <= fields["second"] < count and fields["tier"] < tiers and capacity & (capacity - 1) == 0
     fits = fits and fields.get("floor", 1.0) > 0
+    fits = fits and fields.get("bits", 8) in ((4, 8) if 0 < fields["first"] < TIERS else (8,))
     if fields["k"] != k or k > rows or not fits or capacity > CAPACITY or (capacity and k > MOST_K):
         raise ValueError(f"calibrations.{k}: made for another head")
     kind, others = (GpuCascadeCalibration, _OF_GPU) if capacity else (CascadeCalibration, _OF_CPU)

@@ -1,8 +1,8 @@
 """The cascade on a GPU: the same index, and a rule of fixed steps that never waits for the host.
 
-All rows are estimated with one of the tiers: a GPU reads 64 bytes of each row as fast as fewer. Those that may matter
-go to a longer one, or to exact rows at once. What is calibrated on a CPU says nothing about this rule, so `calibrate`
-is called on the device that answers.
+All rows are estimated with one of the tiers, in eight bits or four: a GPU reads 64 bytes of each row as fast as fewer.
+Those that may matter go to a longer one, or to exact rows at once. What is calibrated on a CPU says nothing about this
+rule, so `calibrate` is called on the device that answers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from softsieve._graphs import Graphed
 from softsieve.heads.cascade import index as indexes
+from softsieve.heads.cascade import packed as packing
 from softsieve.heads.cascade.calibration import Trial
 from softsieve.heads.cascade.engine import Cascade, gap_for
-from softsieve.heads.cascade.fit import Fallback, GpuCascadeCalibration, widened
+from softsieve.heads.cascade.fit import TIERS, Fallback, GpuCascadeCalibration, widened
 from softsieve.heads.engine import Answer, Ends, Estimated, Layer, Promise
 
 if TYPE_CHECKING:
@@ -29,13 +30,18 @@ if TYPE_CHECKING:
 
 ROOM = 1024  # survivors, at least, that there is room for
 BATCH = 64  # queries that are answered together, at most
-TIERS = 4  # of those in the index, the shortest ones, that are tried
 # Bytes that could be read in the time of other things: what lies around the code of one row, and one launch more.
 _AROUND, _LAUNCH = 64, 12e6
 _FALLBACK = 6  # passes over the weight that a fallback counts as: a batch of others waits for the one it takes
 _SHORTLIST = 4  # previews that variants are tried of
 _WIDER = (1.25, 1.6)  # margins, of those that the top k of a few queries need; of many they need wider ones
-_FLOORS = (1.0, 0.25, 0.0625)  # shares of the partition function from which on rows are read, of eps / 2
+_FLOORS = (
+    1.0,
+    0.25,
+    0.0625,
+    0.015625,
+    0.00390625,
+)  # shares of the partition function from which on rows are read, of eps / 2
 _PROBES = 64  # lanes for the rows that are always read
 
 
@@ -60,6 +66,7 @@ class GpuCascade(Cascade):
     """An index with its weight on a GPU, ready to be asked from any thread and stream."""
 
     on_gpu = True
+    slack = 0.1  # rows that are read in full are few: later text is harder than the sample, and margins have room
 
     def __init__(self, layer: Layer, index: indexes.Index) -> None:
         from softsieve.kernels import cascade_triton as kernels
@@ -82,6 +89,7 @@ class GpuCascade(Cascade):
             index.probes,
             probed,
             self._spreads(probed),
+            self._pack(),
         )
         self._totals = torch.zeros(2, dtype=torch.int64, device=weight.device)
         # Graphs have only addresses, so there are counters that were made before the first one is recorded.
@@ -93,6 +101,22 @@ class GpuCascade(Cascade):
 
     def _spreads(self, records: Tensor) -> Tensor:
         return records[:, : len(self.tiers)].view(torch.uint8).T.contiguous()
+
+    def _pack(self) -> dict[int, kernels.Preview]:
+        """Previews in four bits of all tiers that are tried but the first one."""
+        tiers, probes = self.tiers[:TIERS], self.index.probes
+        self._packed_steps: list[float] = []
+        if len(tiers) == 1:
+            return {}
+        codes, spreads, self._packed_steps = packing.pack(self.index.records, tiers, self.index.unit, self._steps)
+        own, around = codes.new_ones(_PROBES, codes.shape[1]), spreads.new_ones(len(tiers), _PROBES)
+        own[: len(probes)], around[:, : len(probes)] = codes[probes], spreads[:, probes]
+        return {
+            tier: self._kernels.Preview(
+                codes, spreads[tier], packing.widen(own[:, : packing.size_of(tiers[tier])]), around[tier]
+            )
+            for tier in range(1, len(tiers))
+        }
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -206,9 +230,11 @@ class GpuCascade(Cascade):
         )
 
     def settings(self) -> list[dict[str, int]]:
-        """A tier that previews all rows, and a longer one, or none, for the survivors."""
+        """A tier that previews all rows, in eight bits or four, and a longer one, or none, for the survivors."""
         some = range(min(TIERS, len(self.tiers)))
-        return [{"first": first, "tier": tier} for first in some for tier in (-1, *some[first + 1 :])]
+        pairs = [(first, tier) for first in some for tier in (-1, *some[first + 1 :])]
+        settings = [{"first": first, "tier": tier, "bits": 8} for first, tier in pairs]
+        return settings + [{"first": first, "tier": tier, "bits": 4} for first, tier in pairs if first]
 
     def start(self, k: int, promise: Promise, queries: int) -> GpuCascadeCalibration:
         room = self._kernels.CAPACITY
@@ -240,12 +266,12 @@ class GpuCascade(Cascade):
     def plan(self, fit: GpuCascadeCalibration, half_width: float | None = None, *, upper: bool = False) -> kernels.Plan:
         """What the kernels are told; the half-width of log Z to reach is what eps says unless it is an argument."""
         promised = -math.log1p(-fit.eps)
-        tiered = fit.tier >= 0
+        tiered, packed, length = fit.tier >= 0, fit.bits < 8, self.tiers[fit.first]
         return self._kernels.Plan(
             k=fit.k,
             first=fit.first,
-            length=self.tiers[fit.first],
-            step=self._steps[fit.first],
+            length=length,
+            step=(self._packed_steps if packed else self._steps)[fit.first],
             tier=fit.tier,
             tier_length=self.tiers[fit.tier] if tiered else 0,
             tier_step=self._steps[fit.tier] if tiered else 0.0,
@@ -265,5 +291,6 @@ class GpuCascade(Cascade):
             least=promised if math.isinf(fit.interval) else promised / 4,
             most=promised,
             capacity=fit.capacity,
+            packed=packing.size_of(length) if packed else 0,
             upper=upper,
         )
