@@ -72,9 +72,15 @@ def _check_choices(dtype: str, device: str) -> None:
         raise typer.BadParameter(f"expected {' or '.join(devices)} here, found {device!r}", param_hint="--device")
 
 
-def _write(console: Console, out: Path | None, suite: str, settings: Mapping[str, Any], results: Sequence[Any]) -> None:
+def _keep(out: Path | None, suite: str, settings: Mapping[str, Any], results: Sequence[Any]) -> None:
+    """Write what there is so far: what takes long may be cut off."""
     if out is not None:
         write_record(out, suite, settings, [result._asdict() for result in results])
+
+
+def _write(console: Console, out: Path | None, suite: str, settings: Mapping[str, Any], results: Sequence[Any]) -> None:
+    _keep(out, suite, settings, results)
+    if out is not None:
         console.print(f"written to {out}")
 
 
@@ -166,6 +172,7 @@ def linear(
     shapes = [_sizes(text, "8192x2304x256000") for text in shape]
     methods, missing = suite.rivals(rival)
     console = Console(soft_wrap=True, highlight=False)
+    settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats, "missing": missing}
     results = []
     for rows, size, classes in shapes:
         for share in dense:
@@ -175,6 +182,7 @@ def linear(
                     repeats=repeats, check=check, memory=memory or (), screening=screening, backends=backend or (),
                     missing=missing,
                 )  # fmt: skip
+            _keep(out, "linear", settings, results)
     title = f"forward + backward, {dtype} on {device}, delta {delta}, median of {repeats}"
     columns: Columns = {
         "rows x size x classes": lambda r: f"{r.rows} x {r.size} x {r.classes}",
@@ -194,7 +202,6 @@ def linear(
     )
     for name, reason in missing.items():
         console.print(f"not here: {name} ({reason})")
-    settings = {"delta": delta, "dtype": dtype, "device": device, "repeats": repeats, "missing": missing}
     _write(console, out, "linear", settings, results)
 
 
@@ -248,10 +255,8 @@ def multilabel(
     }  # fmt: skip
 
     def keep(found: list[Any]) -> None:
-        """Long work is written as it goes."""
         results.extend(found)
-        if out is not None:
-            write_record(out, "multilabel", settings, [result._asdict() for result in results])
+        _keep(out, "multilabel", settings, results)
         if device == "cuda":
             torch.cuda.empty_cache()
 
@@ -373,6 +378,7 @@ def _head_on_gpu(
     if not torch.cuda.is_available():
         raise InputError("--device: expected a CUDA device here, found none")
     console = Console(soft_wrap=True, highlight=False)
+    settings = {**chosen, "rank": rank, "calibration": calibration, "test_queries": test_queries}
     results = []
     for n, d in [] if files else shapes or GPU_SHAPES:
         with console.status(f"{n} x {d}, made up, rank {rank}"):
@@ -380,6 +386,7 @@ def _head_on_gpu(
             results += suite.measure(f"made up, rank {rank}", *made, **chosen)
             del made
             torch.cuda.empty_cache()
+        _keep(out, "head-gpu", settings, results)
     for path in files:
         layer, notes = read_head(path)
         for name, corpus in layer.corpora.items():
@@ -388,6 +395,7 @@ def _head_on_gpu(
                 parts = (layer.weight, corpus.calibration[:calibration], corpus.test[:test_queries])
                 weight, before, after = (part.cuda() for part in parts)
                 results += suite.measure(label, weight, before, after, beta=layer.beta, **chosen)
+            _keep(out, "head-gpu", settings, results)
     title = "top {k}, eps {eps}, delta {delta}, CUDA graphs, cold caches, {repeats} batches at least".format(**chosen)
 
     def ours(show: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -416,7 +424,6 @@ def _head_on_gpu(
         "each one read; exact: share of queries that read everything; auto: what method='auto' takes by its own "
         "measurement"
     )
-    settings = {**chosen, "rank": rank, "calibration": calibration, "test_queries": test_queries}
     _write(console, out, "head-gpu", settings, results)
 
 
@@ -516,8 +523,7 @@ def text(
                     with console.status(f"{source}: {name}, seed {seed}"):
                         results.append(suite.measure(rows, name, seed))
                     console.print(f"{source}: {name}, {100 * results[-1].test:.2f} in {results[-1].seconds:.0f} s")
-                    if out is not None:  # after each, for some take long
-                        write_record(out, "text", settings, [result._asdict() for result in results])
+                    _keep(out, "text", settings, results)
     columns: Columns = {
         "data": lambda r: r.data,
         "rows": lambda r: f"{r.rows:,}",

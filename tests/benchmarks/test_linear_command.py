@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import linear as suite
 from benchmarks.commands import app
 
 SMALL = ["linear", "--shape", "20x8x100", "--device", "cpu", "--dtype", "fp32", "--repeats", "1"]
@@ -39,3 +41,19 @@ def test_bad_options(options: list[str], says: str, tmp_path: Path, monkeypatch:
     assert result.exit_code == 2
     assert says in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, layers = suite.measure, []
+
+    def cut_off(*args: Any, **options: Any) -> list[suite.Result]:
+        layers.append(options["dense"])
+        if len(layers) == 2:
+            raise KeyboardInterrupt
+        return measure(*args, **options)
+
+    monkeypatch.setattr(suite, "measure", cut_off)
+    out = tmp_path / "linear.json"
+    result = CliRunner().invoke(app, [*SMALL, *RIVAL, "--dense", "0.3", "--dense", "1", "--out", str(out)])
+    assert result.exit_code != 0
+    assert len(json.loads(out.read_text())["results"]) == 3

@@ -35,13 +35,7 @@ _AROUND, _LAUNCH = 64, 12e6
 _FALLBACK = 6  # passes over the weight that a fallback counts as: a batch of others waits for the one it takes
 _SHORTLIST = 4  # previews that variants are tried of
 _WIDER = (1.25, 1.6)  # margins, of those that the top k of a few queries need; of many they need wider ones
-_FLOORS = (
-    1.0,
-    0.25,
-    0.0625,
-    0.015625,
-    0.00390625,
-)  # shares of the partition function from which on rows are read, of eps / 2
+_FLOORS = 1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256  # of eps / 2, shares of the partition function that make a row be read
 _PROBES = 64  # lanes for the rows that are always read
 
 
