@@ -130,10 +130,11 @@ class Engine:
         Args:
             shown: whether it asks for log-probabilities.
         """
-        before = list(_tracked)
+        name = self.layer.adaptive.site.engine
+        before = _tracked[name]
         batch = Batch()
         batch.update([], [(0, Entry(Need(k, shown=shown), [1], 0))], [])
-        _tracked[:] = [batch]
+        _tracked[name] = batch
         try:
             if not exactly:
                 self.layer.adaptive.serving = self.serving._replace(
@@ -143,7 +144,7 @@ class Engine:
                 found: Tensor = self.layer(self.lm_head, state)
                 return found.float()
         finally:
-            _tracked[:], self.layer.adaptive.serving = before, self.serving
+            _tracked[name], self.layer.adaptive.serving = before, self.serving
 
 
 def speed(engine: Engine, prompts: Sequence[Sequence[int]], *, batch: int, tokens: int, repeats: int) -> Result:

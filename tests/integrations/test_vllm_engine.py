@@ -119,6 +119,13 @@ def test_contract_the_runner_of_gpus_tells_of_requests_when_they_come() -> None:
     assert step.index("self.add_requests(") < step.index("def sample_tokens(")  # logits are computed in the second
 
 
+def test_contract_an_engine_has_a_name() -> None:
+    """By which a layer finds the batch of its own engine, where one process works for several."""
+    from vllm.config import VllmConfig
+
+    assert VllmConfig().instance_id != VllmConfig().instance_id != ""
+
+
 def test_contract_requests_ask_for_what_they_did() -> None:
     from vllm import SamplingParams
 
@@ -337,7 +344,9 @@ def _both_logits(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from softsieve.integrations.vllm.requests import Batch, Entry, Need
     from softsieve.integrations.vllm.tracker import _tracked
 
-    layer, before = network.logits_processor, _tracked[-1]
+    layer = network.logits_processor
+    name = layer.adaptive.site.engine
+    before = _tracked[name]
     base: Any = type(layer).__mro__[1]
     for state in torch.split(read_states(layer.adaptive.site.place)[0], 1):
         exact = base.forward(layer, network.lm_head, state)
@@ -346,10 +355,10 @@ def _both_logits(network: Any) -> tuple[torch.Tensor, torch.Tensor]:
             break
     asked = Batch()
     asked.update([], [(0, Entry(Need(10), [1], 0))], [])
-    _tracked[-1] = asked
+    _tracked[name] = asked
     answers = layer.adaptive.counters.values()[0]
     own = layer(network.lm_head, state)
-    _tracked[-1] = before
+    _tracked[name] = before
     assert layer.adaptive.counters.values()[0] == answers + 1
     return exact[0].float(), own[0]
 
@@ -433,6 +442,41 @@ def test_an_engine_in_its_own_process_counts_for_the_first_one(model: Path, engi
     assert read > 0
     assert prompts >= 4  # and the tokens that shared a step with one: prompts arrive while the engine works
     assert answers + prompts == sum(map(len, texts))
+
+
+TWO = """
+import sys
+from vllm import LLM, SamplingParams
+
+def engine(**own):
+    return LLM(sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
+               additional_config={"softsieve": own})
+
+def ask(engine, temperature):
+    params = SamplingParams(temperature=temperature, top_k=0, max_tokens=20, ignore_eos=True)
+    engine.generate([{"prompt_token_ids": [5, 9]}], params, use_tqdm=False)
+
+if __name__ == "__main__":
+    first, second = engine(batch=8, strict=True), engine(enabled=False)
+    ask(second, 0.0)  # a greedy request, the last that this engine has
+    ask(first, 1.0)
+    adaptive = first.apply_model(lambda network: network.logits_processor.adaptive)[0]
+    drawn = adaptive.counters.values()[0]
+    ask(first, 0.0)
+    print("ADAPTIVE", [drawn, adaptive.counters.values()[0]])
+"""
+
+
+def test_engines_of_one_process_have_batches_of_their_own(model: Path, tmp_path: Path) -> None:
+    """What is drawn from all tokens is not answered as the other engine's greedy request is."""
+    script = tmp_path / "script.py"
+    script.write_text(TWO)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=300, check=False
+    )
+    drawn, greedy = printed(done, "ADAPTIVE")
+    assert drawn == 0
+    assert greedy >= 15
 
 
 def test_two_ranks_answer_as_one_does(model: Path, engine: Engine, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_the_batch_is_followed_through_random_changes() -> None:
 
 def test_a_runner_that_tells_of_no_step_asks_for_what_any_of_its_requests_may_need() -> None:
     follower = BatchTracker(None, object())
-    slots = current_batch()
+    slots = current_batch("")
     assert slots is follower.slots
     assert not slots.has(2)  # an engine that tries itself out before the first request
     for slot, asked in enumerate((params(), params(logprobs=5))):
@@ -131,6 +131,13 @@ def test_a_runner_that_tells_of_no_step_asks_for_what_any_of_its_requests_may_ne
 
 def test_settings_of_the_engine_come_before_those_of_the_environment() -> None:
     environ = {"SOFTSIEVE_INDEX": "there", "SOFTSIEVE_STRICT": "1"}
+def test_engines_of_one_process_have_batches_of_their_own() -> None:
+    first, second = (BatchTracker(SimpleNamespace(instance_id=name), "cpu", False) for name in ("first", "second"))
+    assert current_batch("first") is first.batch
+    assert current_batch("second") is second.batch
+    assert current_batch("third") is None
+
+
     assert read_settings({}, {}) == Settings()
     assert read_settings({}, environ) == Settings(Path("there"), True)
     own = {"softsieve": {"index": "here", "strict": False, "enabled": False, "batch": 3}, "other": 1}

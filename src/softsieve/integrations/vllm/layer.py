@@ -47,6 +47,7 @@ class Site(NamedTuple):
     group: Any = None  # the process group of tensor parallelism
     batch: int | None = None  # so many tokens a step at most; None: measured
 
+    engine: str = ""  # the engine's name, by which its batch is known
 
 class Serving(NamedTuple):
     """An index in use."""
@@ -143,7 +144,7 @@ class Adaptive:
         """What is asked of the logits of a step, if these are the rows of the requests in the batch."""
         if self.site.draft:
             return Need(1)
-        batch = current_batch()
+        batch = current_batch(self.site.engine)
         if batch is None or not batch.has(rows):
             return Need(0, Reason.UNKNOWN)
         return batch.need()

@@ -10,6 +10,7 @@ from typing import Any
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.vllm import counters
 from softsieve.integrations.vllm.settings import BESIDE, STRICT, read_settings
+from softsieve.integrations.vllm.tracker import engine_name
 
 OLDEST, NEWEST = (0, 32), (0, 32)  # versions of vLLM whose hooks were tried (tests/integrations/test_vllm_engine.py)
 TRACKERS = "vllm.logits_processors"  # the entry point of processors that see every logit
@@ -66,6 +67,7 @@ def site() -> Any:
         getattr(config.model_config, "runner_type", "") == "draft",
         _group(),
         settings.batch,
+        engine_name(config),
     )
 
 

@@ -14,12 +14,17 @@ from softsieve.integrations.vllm.requests import Batch, Entry, Slots, need_of
 # What processors must be derived from, for each of vLLM's two model runners. Where one is not there, its runner is not.
 _BASES = ("vllm.v1.sample.logits_processor.interface", "vllm.v1.worker.gpu.sample.logits_processor.interface")
 
-_tracked: list[Batch | Slots] = []  # the batch of the engine that this process works for, once it has one
+_tracked: dict[str, Batch | Slots] = {}  # the batches of the engines in this process, by `engine_name`
 
 
-def current_batch() -> Batch | Slots | None:
-    """The batch of this process; None where no model runner tells of one."""
-    return _tracked[-1] if _tracked else None
+def engine_name(vllm_config: Any) -> str:
+    """What vLLM calls the engine that has a configuration: one process may work for several."""
+    return getattr(vllm_config, "instance_id", "")
+
+
+def current_batch(engine: str) -> Batch | Slots | None:
+    """The batch of an engine; None where no model runner tells of one."""
+    return _tracked.get(engine)
 
 
 def _bases() -> tuple[type, ...]:
@@ -42,7 +47,7 @@ class BatchTracker(*_bases()):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *place: Any) -> None:
         self.batch, self.slots = Batch(), Slots()
         # V1 gives a device and whether memory is pinned, V2 its state of requests.
-        _tracked[:] = [self.batch if len(place) == 2 else self.slots]
+        _tracked[engine_name(vllm_config)] = self.batch if len(place) == 2 else self.slots
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
