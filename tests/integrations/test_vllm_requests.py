@@ -46,6 +46,7 @@ def params(**options: Any) -> Any:
         ({"prompt_logprobs": 0}, Need(0, Reason.LOGPROBS)),
         ({"logprob_token_ids": [3]}, Need(0, Reason.LOGPROBS)),
         ({"repetition_penalty": 1.1}, Need(0, Reason.EDITED)),
+        ({"trace_decode_token_ids": [3, 4], "logprobs": 1}, Need(0, Reason.LOGPROBS)),
         ({"presence_penalty": -0.5}, Need(0, Reason.EDITED)),
         ({"frequency_penalty": 0.5, "temperature": 1.0, "top_k": 5}, Need(0, Reason.EDITED)),
         ({"logit_bias": {3: 5.0}}, Need(0, Reason.EDITED)),

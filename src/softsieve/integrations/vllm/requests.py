@@ -48,7 +48,7 @@ def need_of(params: Any) -> Need:
     edits = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget")
     if penalties != (1.0, 0.0, 0.0) or any(getattr(params, name, None) for name in edits):
         return Need(0, Reason.EDITED)
-    lists = ("logprob_token_ids", "prompt_logprob_token_ids")
+    lists = ("logprob_token_ids", "prompt_logprob_token_ids", "trace_decode_token_ids")  # the last: tokens to write
     prompt = params.prompt_logprobs is not None or any(getattr(params, name, None) is not None for name in lists)
     shown = params.logprobs  # 0 shows that of the token alone
     if prompt or (shown is not None and shown < 0):
