@@ -11,7 +11,7 @@ from torch import Tensor
 from softsieve.heads import TopK
 
 
-def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
+def spread(answer: TopK, rows: int, dtype: torch.dtype, *, beta: float = 1.0, scale: float = 1.0) -> Tensor:
     """Logits (batch, rows) in float32: those of the answer in their places, one *floor* in all others.
 
     The floor is such that the exponentials of the others sum up to what the answer says of them, the partition
@@ -22,6 +22,8 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         answer: for the k largest of queries (batch, d).
         dtype: that of the exact head's logits, which those of the answer are rounded to: where two of them are equal
             to the exact head, they are equal here.
+        beta, scale: what the head, and the exact one, multiplies its logits with: the exact one does so after it has
+            rounded them, and rounds once more.
 
     Example:
         >>> from softsieve import AdaptiveSoftmax
@@ -33,10 +35,10 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
         True
     """
     if not answer.logits.is_cpu:
-        return spread_on_device(answer, rows, dtype)
+        return spread_on_device(answer, rows, dtype, beta=beta, scale=scale)
     # In numpy: right after the rest of the model nothing is in a cache, and an operation of torch takes several times
     # as long.
-    values, indices = answer.logits.to(dtype).float().numpy(), answer.indices.numpy()
+    values, indices = _rounded(answer.logits, dtype, beta, scale).numpy(), answer.indices.numpy()
     batch, k = values.shape
     logits = np.empty((batch, rows), np.float32)
     if k < rows:
@@ -49,9 +51,9 @@ def spread(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(logits)
 
 
-def spread_on_device(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
+def spread_on_device(answer: TopK, rows: int, dtype: torch.dtype, *, beta: float = 1.0, scale: float = 1.0) -> Tensor:
     """The same in operations of torch, none of which waits for the device."""
-    values = answer.logits.to(dtype).float()
+    values = _rounded(answer.logits, dtype, beta, scale)
     k, log_z = values.shape[-1], answer.log_z.double()
     if k == rows:
         return torch.empty_like(values).scatter_(-1, answer.indices, values)
@@ -60,3 +62,8 @@ def spread_on_device(answer: TopK, rows: int, dtype: torch.dtype) -> Tensor:
     below = torch.nextafter(values[:, -1], torch.full_like(values[:, -1], -math.inf))  # made there, and not copied
     floor = torch.minimum((log_z + rest - math.log(rows - k)).float(), below)
     return floor[:, None].repeat(1, rows).scatter_(-1, answer.indices, values)
+
+
+def _rounded(logits: Tensor, dtype: torch.dtype, beta: float, scale: float) -> Tensor:
+    """Logits as the exact head rounds them, in float32."""
+    return (logits.to(dtype) if scale == 1.0 else (logits / beta).to(dtype) * scale).float()

@@ -33,7 +33,8 @@ from softsieve.integrations.vllm.tracker import current_batch
 LOGGER = logging.getLogger("vllm.softsieve")  # below vLLM's own, so that it is shown with it
 UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")  # vLLM's methods for weights as they are
 STEPS = 256  # of a device, after which its counts are asked for
-WATCHED, DRIFTING = 1000, 0.1  # answers after which, and share of drifted queries from which on, a warning is logged
+WATCHED = 1000  # answers among which drifted queries are counted; a warning is logged once in so many
+DRIFTED, DRIFTING = 10, 0.1  # how many of them, and what share, a warning takes
 
 
 class Site(NamedTuple):
@@ -56,6 +57,7 @@ class Serving(NamedTuple):
     weight: Tensor  # the engine's parameter
     rows: int  # of the whole vocabulary
     dtype: torch.dtype  # of the exact head's logits
+    scale: float  # what the exact head multiplies them with
     batches: dict[int, int]  # by k, rising: up to how many queries at a time it is faster
     pace: Pace | None = None  # what both heads take while they serve, where one process may decide by it
     errors: Mapping[int, float] = MappingProxyType({})  # by k: the relative ones of probabilities that are promised
@@ -75,6 +77,10 @@ class Serving(NamedTuple):
         self.head.head.eps = self.errors.get(k, self.head.eps)
         return self.head.topk(x, k)
 
+    def logits(self, answer: TopK) -> Tensor:
+        """Those of all rows (batch, rows), of an answer."""
+        return spread(answer, self.rows, self.dtype, beta=self.head.head.beta, scale=self.scale)
+
 
 class Adaptive:
     """The adaptive answers of one layer: when to give them, and what was given.
@@ -91,6 +97,7 @@ class Adaptive:
         self.counters = counters.Counters(None)
         self._prepared = False
         self._answered = self._drifted = self._steps = 0
+        self._warned = False  # of these answers
         self._slower = 0  # the k for which the exact head answers this step because it is faster
         self._pending: Tensor | None = None  # answers, bytes and fallbacks that a device has yet to be asked for
 
@@ -100,7 +107,7 @@ class Adaptive:
         answer = self._topk(lm_head, hidden, k) if k else None
         if answer is None or self.serving is None:
             return None
-        logits = spread(answer, self.serving.rows, self.serving.dtype)
+        logits = self.serving.logits(answer)
         if self.serving.pace is not None:
             self.serving.pace.answered(k, len(hidden), time.perf_counter() - start)
         return logits
@@ -194,17 +201,21 @@ class Adaptive:
         if fallbacks:
             self.counters.add_exact(Reason.DRIFT if drift else Reason.EXPENSIVE, fallbacks)
         self._answered += len(answer.exact)
-        self._drifted += fallbacks if drift else 0
-        if self._answered >= WATCHED:
-            if self._drifted > DRIFTING * self._answered:
+        if drift:
+            self._drifted += fallbacks
+            # At once: they take the whole weight, so that the head is soon found to be slower and asked seldom.
+            if not self._warned and self._drifted >= max(DRIFTED, DRIFTING * self._answered):
+                self._warned = True
                 LOGGER.warning(
                     "softsieve: %d of the last %d states are unlike those of the index and were answered exactly: "
                     "build it with a text like what is served (%s)",
                     self._drifted,
                     self._answered,
-                    str(drift[0].message) if drift else "see softsieve_exact_total",
+                    drift[0].message,
                 )
+        if self._answered >= WATCHED:
             self._answered = self._drifted = 0
+            self._warned = False
 
     # -- the index -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +301,7 @@ class Adaptive:
         dtype = getattr(layer, "head_dtype", None) or lm_head.weight.dtype
         fits = head.head.calibrations
         errors = {k: fits[own].eps for k in description.ks if (own := min(k, rows)) in fits}
-        serving = Serving(head, lm_head.weight, description.rows, dtype, {}, errors=errors)
+        serving = Serving(head, lm_head.weight, description.rows, dtype, layer.scale, {}, errors=errors)
         if self.site.batch is not None:
             return serving._replace(batches=dict.fromkeys(description.ks, self.site.batch))
         times = {k: self._times(serving, k, exact, states, ranks) for k in description.ks}
@@ -303,7 +314,7 @@ class Adaptive:
         def adaptive(x: Tensor) -> Tensor:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DriftWarning)
-                return spread(serving.topk(x, k), serving.rows, serving.dtype)
+                return serving.logits(serving.topk(x, k))
 
         def exactly(x: Tensor) -> Tensor:
             logits: Tensor = exact(x)
