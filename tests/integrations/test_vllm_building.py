@@ -56,7 +56,7 @@ def test_one_command_writes_an_index_that_an_engine_finds(model: Path) -> None:
     assert "k = 20: right" in done.stderr
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
     weight = network.lm_head.weight.detach().to(torch.bfloat16)
-    folder = index_folder.find_index(model / "softsieve", weight, None, rank=0, ranks=1)
+    folder = index_folder.find_index(model / "softsieve", weight, [index_folder.fingerprint(weight, None)])
     about = index_folder.read_description(folder)
     assert (about.rows, about.columns, about.ks, about.eps, about.delta) == (ROWS, COLUMNS, [4, 20], 0.1, 0.1)
     states, _ = index_folder.read_states(folder)
@@ -75,7 +75,7 @@ def test_an_index_that_is_built_on_a_gpu_answers_there(model: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
     weight = network.lm_head.weight.detach().to("cuda", torch.bfloat16)
-    folder = index_folder.find_index(tmp_path / "gpu", weight, None, rank=0, ranks=1)
+    folder = index_folder.find_index(tmp_path / "gpu", weight, [index_folder.fingerprint(weight, None)])
     head = ShardedAdaptiveSoftmax.load(folder, weight=weight)
     assert {k: fit.eps for k, fit in head.head.calibrations.items()} == {4: 0.9, 20: 0.1}
     states = index_folder.read_states(folder)[0][-50:].to("cuda", torch.bfloat16)
@@ -106,8 +106,10 @@ def test_ranks_have_the_rows_that_an_engine_gives_them(model: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert "k = 4 on rank 1: right" in done.stderr
     weight = transformers.AutoModelForCausalLM.from_pretrained(model).lm_head.weight.detach()
-    for rank, rows in enumerate((slice(0, 512), slice(512, 1000))):
-        folder = index_folder.find_index(tmp_path / "two", weight[rows], None, rank=rank, ranks=2)
+    shards = [weight[:512], weight[512:1000]]
+    fingerprints = [index_folder.fingerprint(shard, None) for shard in shards]
+    for rank, shard in enumerate(shards):
+        folder = index_folder.find_index(tmp_path / "two", shard, fingerprints)
         assert (folder / f"rank-{rank}-of-2.safetensors").is_file()
 
 

@@ -363,15 +363,32 @@ def test_the_index_is_found_among_others_by_its_fingerprint(
     own = index_folder.read_description(index)
     other = Description(**{**vars(own), "fingerprints": ["0" * 32]})
     index_folder.write_description(tmp_path / "a", other)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "index.json").write_text("{")  # a damaged one does not hide the others
     made = make(place=tmp_path)
     batch(Need(1))
     made(make_head(weight), make_states(1, 12))
     assert adaptive(made).serving is not None
 
 
+def test_all_ranks_find_the_same_index(index: Path, weight: Tensor, tmp_path: Path) -> None:
+    """Also where one of them has the same rows in two models."""
+    own = index_folder.read_description(index)
+    for name, fingerprints in {"a": ["1" * 32, "2" * 32], "b": ["1" * 32, "3" * 32]}.items():
+        (tmp_path / name).mkdir()
+        index_folder.write_description(tmp_path / name, Description(**{**vars(own), "fingerprints": fingerprints}))
+    assert index_folder.find_index(tmp_path, weight, ["1" * 32, "3" * 32]) == tmp_path / "b"
+
+
+def test_a_place_that_cannot_be_looked_at_is_one_line(
+    make: Make, weight: Tensor, tmp_path: Path, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused(make(place=tmp_path / ("x" * 300)), make_head(weight), "File name too long", False, batch, caplog)
+
+
 def test_another_number_of_ranks_is_refused(index: Path, weight: Tensor) -> None:
     with pytest.raises(InputError, match="expected an index for 2 ranks, found one for 1"):
-        index_folder.find_index(index, weight, None, rank=0, ranks=2)
+        index_folder.find_index(index, weight, [index_folder.fingerprint(weight, None)] * 2)
 
 
 def test_the_crossover_is_measured_where_it_serves(
@@ -452,10 +469,10 @@ def test_drifted_states_are_answered_exactly_counted_and_told(
     monkeypatch.setattr(layer, "WATCHED", 40)
     made, head = make(), make_head(weight)
     with caplog.at_level(logging.WARNING):
-        for x in -make_states(10, 14) * 50:
+        for x in -make_states(60, 14) * 50:
             batch(Need(1))
             made(head, x[None])
-    assert adaptive(made).counters.exact() == {"drift": 10}
+    assert adaptive(made).counters.exact() == {"drift": 60}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2  # one in 40 answers
     assert all("10 of the last 10 states are unlike those of the index" in line for line in lines)

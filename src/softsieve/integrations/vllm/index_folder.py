@@ -148,11 +148,12 @@ def read_states(folder: Path) -> tuple[Tensor, dict[str, str]]:
     return states, notes
 
 
-def find_index(place: Path, weight: Tensor, bias: Tensor | None, *, rank: int, ranks: int) -> Path:
+def find_index(place: Path, weight: Tensor, fingerprints: list[str]) -> Path:
     """The folder of the index of this output layer: ``place`` itself, or a folder in it.
 
     Args:
-        weight, bias: the rows of this rank.
+        weight: the rows of this rank.
+        fingerprints: of the rows of each rank, so that all ranks find the same folder.
 
     Raises:
         InputError: when there is none, saying what there is instead.
@@ -160,14 +161,17 @@ def find_index(place: Path, weight: Tensor, bias: Tensor | None, *, rank: int, r
     folders = [place] if (place / FILE).is_file() else sorted(path.parent for path in place.glob(f"*/{FILE}"))
     if not folders:
         raise InputError(f"{place}: expected an index, found none: softsieve head build --model writes one")
-    own = fingerprint(weight, bias)
-    found = []
+    instead = []
     for folder in folders:
-        description = read_description(folder)
-        if len(description.fingerprints) == ranks and description.fingerprints[rank] == own:
+        try:
+            description = read_description(folder)
+        except InputError as error:  # of one that is damaged, beside others
+            instead.append(first_line(error))
+            continue
+        if description.fingerprints == fingerprints:
             return folder
-        found.append(f"{folder}: {_instead(description, weight, ranks)}")
-    raise InputError("; ".join(found))
+        instead.append(f"{folder}: {_instead(description, weight, len(fingerprints))}")
+    raise InputError("; ".join(instead))
 
 
 def _instead(description: Description, weight: Tensor, ranks: int) -> str:

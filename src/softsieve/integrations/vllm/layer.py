@@ -47,8 +47,8 @@ class Site(NamedTuple):
     draft: bool = False  # whether the model only proposes tokens, which another one checks
     group: Any = None  # the process group of tensor parallelism
     batch: int | None = None  # so many tokens a step at most; None: measured
-
     engine: str = ""  # the engine's name, by which its batch is known
+
 
 class Serving(NamedTuple):
     """An index in use."""
@@ -235,8 +235,8 @@ class Adaptive:
             return
         try:
             ranks = Ranks(site.group)
-            self.serving, folder = self._load(layer, lm_head, bias, exact, ranks)
-        except (InputError, RuntimeError) as error:
+            self.serving, folder = self._load(site.place, layer, lm_head, bias, exact, ranks)
+        except (InputError, OSError, RuntimeError) as error:
             self._refuse(first_line(error))
             return
         if ranks.rank == 0:
@@ -244,25 +244,25 @@ class Adaptive:
             sizes = ", ".join(f"{batch} for the {k} largest" for k, batch in self.serving.batches.items())
             LOGGER.info("softsieve: %s: the adaptive head answers steps of up to so many tokens: %s", folder, sizes)
 
-    def _load(self, layer: Any, lm_head: Any, bias: Tensor | None, exact: Any, ranks: Ranks) -> tuple[Serving, Path]:
+    def _load(
+        self, place: Path, layer: Any, lm_head: Any, bias: Tensor | None, exact: Any, ranks: Ranks
+    ) -> tuple[Serving, Path]:
         """Find the index of this layer, load it on all ranks, and measure.
 
         Raises:
             InputError: when this rank has none that it can use.
             RuntimeError: when another rank has none.
         """
-        place = self.site.place
 
-        def find() -> Path:
+        def name() -> str:
             if self.site.refusal is not None:
                 raise InputError(self.site.refusal)
             _check_layer(layer, lm_head)
             rows = lm_head.shard_indices.num_org_elements
-            return index_folder.find_index(
-                Path(str(place)), lm_head.weight[:rows], _part(bias, rows), rank=ranks.rank, ranks=ranks.count
-            )
+            return index_folder.fingerprint(lm_head.weight[:rows], _part(bias, rows))
 
-        folder = ranks.together(find)
+        fingerprints = ranks.tell(ranks.together(name))
+        folder = ranks.together(lambda: index_folder.find_index(place, lm_head.weight, fingerprints))
         try:
             return self._open(folder, layer, lm_head, bias, exact, ranks), folder
         except (TypeError, ValueError) as error:  # of an index that is damaged where nothing is compared
