@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from softsieve.errors import InputError
 from softsieve.integrations.vllm import counters
 from softsieve.integrations.vllm.counters import Counters
-from softsieve.integrations.vllm.plugin import _refusal
+from softsieve.integrations.vllm.plugin import _refusal, register
 from softsieve.integrations.vllm.requests import Batch, Entry, Need, Reason, need_of
 from softsieve.integrations.vllm.settings import Settings, read_settings
 from softsieve.integrations.vllm.tracker import BatchTracker, current_batch
@@ -45,8 +46,8 @@ def params(**options: Any) -> Any:
         ({"logprobs": -1}, Need(0, Reason.LOGPROBS)),
         ({"prompt_logprobs": 0}, Need(0, Reason.LOGPROBS)),
         ({"logprob_token_ids": [3]}, Need(0, Reason.LOGPROBS)),
-        ({"repetition_penalty": 1.1}, Need(0, Reason.EDITED)),
         ({"trace_decode_token_ids": [3, 4], "logprobs": 1}, Need(0, Reason.LOGPROBS)),
+        ({"repetition_penalty": 1.1}, Need(0, Reason.EDITED)),
         ({"presence_penalty": -0.5}, Need(0, Reason.EDITED)),
         ({"frequency_penalty": 0.5, "temperature": 1.0, "top_k": 5}, Need(0, Reason.EDITED)),
         ({"logit_bias": {3: 5.0}}, Need(0, Reason.EDITED)),
@@ -130,8 +131,6 @@ def test_a_runner_that_tells_of_no_step_asks_for_what_any_of_its_requests_may_ne
     assert follower.is_argmax_invariant()
 
 
-def test_settings_of_the_engine_come_before_those_of_the_environment() -> None:
-    environ = {"SOFTSIEVE_INDEX": "there", "SOFTSIEVE_STRICT": "1"}
 def test_engines_of_one_process_have_batches_of_their_own() -> None:
     first, second = (BatchTracker(SimpleNamespace(instance_id=name), "cpu", False) for name in ("first", "second"))
     assert current_batch("first") is first.batch
@@ -139,6 +138,8 @@ def test_engines_of_one_process_have_batches_of_their_own() -> None:
     assert current_batch("third") is None
 
 
+def test_settings_of_the_engine_come_before_those_of_the_environment() -> None:
+    environ = {"SOFTSIEVE_INDEX": "there", "SOFTSIEVE_STRICT": "1"}
     assert read_settings({}, {}) == Settings()
     assert read_settings({}, environ) == Settings(Path("there"), True)
     own = {"softsieve": {"index": "here", "strict": False, "enabled": False, "batch": 3}, "other": 1}
@@ -181,6 +182,61 @@ def config(**options: Any) -> Any:
 def test_engines_that_cannot_have_an_adaptive_head(version: str, options: dict[str, Any], message: str | None) -> None:
     why = _refusal(version, config(**options))
     assert why is None if message is None else message in str(why)
+
+
+class Pluggable:
+    """vLLM's ``PluggableLayer``."""
+
+    registry: ClassVar[dict[str, type]] = {}
+
+    @classmethod
+    def register_oot(cls, layer: type, name: str) -> None:
+        cls.registry[name] = layer
+
+
+def give_hooks(monkeypatch: pytest.MonkeyPatch, base: type, **custom_op: Any) -> None:
+    """Have modules of vLLM with a layer for logits that is derived from a class."""
+    processor = type("LogitsProcessor", (base,), {})
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
+        "vllm.model_executor.custom_op": custom_op,
+        "vllm.model_executor.layers.logits_processor": {"LogitsProcessor": processor},
+    }  # fmt: skip
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("base", "custom_op", "message"),
+    [
+        (object, {}, "cannot import name 'PluggableLayer'"),
+        (object, {"PluggableLayer": Pluggable, "op_registry_oot": {}}, "LogitsProcessor is no PluggableLayer"),
+    ],
+)
+def test_a_vllm_without_the_hooks_is_one_line_or_an_error(
+    base: type, custom_op: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    give_hooks(monkeypatch, base, **custom_op)
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert [message in record.getMessage() for record in caplog.records] == [True]
+    monkeypatch.setenv("SOFTSIEVE_STRICT", "1")
+    with pytest.raises(InputError, match=message):
+        register()
+
+
+def test_the_layer_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(counters.FOLDER, "made")  # by another process
+    monkeypatch.setattr(Pluggable, "registry", {})
+    give_hooks(monkeypatch, Pluggable, PluggableLayer=Pluggable, op_registry_oot=Pluggable.registry)
+    register()
+    (made,) = Pluggable.registry.values()
+    assert made.__name__ == "AdaptiveLogitsProcessor"
+    register()
+    assert Pluggable.registry == {"LogitsProcessor": made}
 
 
 def test_counters_of_workers_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
