@@ -355,6 +355,17 @@ def test_no_index_beside_a_model_is_nothing_to_say(
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(("folder", "message"), [("none", "none: no such folder"), (None, "no index is named")])
+def test_no_index_at_all_is_an_error_where_that_is_asked_for(
+    make: Make, weight: Tensor, tmp_path: Path, folder: str | None, message: str, draft: bool
+) -> None:
+    place = None if folder is None else tmp_path / folder
+    made = make(place=place, required=False, strict=True, draft=draft)
+    with pytest.raises(InputError, match=message):
+        made(make_head(weight), make_states(1, 11))
+
+
 def test_the_index_is_found_among_others_by_its_fingerprint(
     make: Make, weight: Tensor, index: Path, batch: Any, tmp_path: Path
 ) -> None:

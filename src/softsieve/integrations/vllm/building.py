@@ -162,8 +162,8 @@ def _states(
     digest.update(index_folder.fingerprint(weight.detach(), None).encode())  # type: ignore[operator]
     notes = {"made_of": digest.hexdigest(), "first": "none" if first is None else str(first)}
     try:
-        states, found = index_folder.read_states(out)
-        kept = found == notes
+        states, earlier = index_folder.read_states(out)
+        kept = earlier == notes
     except InputError:
         kept = False
     some = tokens if source is None and not kept else tokens[: 2 * TEST]  # these show what follows the layer
@@ -256,5 +256,5 @@ def _kept(
     except InputError:
         return None
     calibrated = {k: fit.eps for k, fit in shard.calibrations.items()}
-    found = shard.eps, shard.delta, shard.beta, shard.method, calibrated
-    return shard if found == (eps, delta, beta, "cascade", errors) else None
+    promised = shard.eps, shard.delta, shard.beta, shard.method, calibrated
+    return shard if promised == (eps, delta, beta, "cascade", errors) else None

@@ -38,19 +38,19 @@ def collect(
         InputError: when vLLM is not installed, or does not run the model.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "tokens.safetensors"), Path(folder, "states.safetensors")
-        save_file({TOKENS: tokens.contiguous()}, given)
+        question, answer = Path(folder, "tokens.safetensors"), Path(folder, "states.safetensors")
+        save_file({TOKENS: tokens.contiguous()}, question)
         options = {
             "model": model, "count": count, "window": window, "first": first, "seed": seed,
             "dtype": str(dtype).removeprefix("torch."),
         }  # fmt: skip
-        command = [sys.executable, "-m", __name__, str(given), str(made), json.dumps(options)]
+        command = [sys.executable, "-m", __name__, str(question), str(answer), json.dumps(options)]
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the model is in that process
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode or not made.exists():
+        if done.returncode or not answer.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             raise InputError(f"{model}: vLLM does not run it: {lines[-1] if lines else 'no reason is given'}")
-        return load_file(made)[STATES]
+        return load_file(answer)[STATES]
 
 
 def pieces(tokens: Tensor, *, count: int, window: int, first: int | None) -> tuple[list[list[int]], int]:
@@ -80,17 +80,17 @@ def _write(model: str, tokens: Tensor, *, count: int, window: int, first: int | 
     states: list[Tensor] = []
 
     def listen(network: Any) -> None:
-        network.logits_processor.register_forward_pre_hook(lambda _, given: states.append(given[1].clone()))
+        network.logits_processor.register_forward_pre_hook(lambda _, inputs: states.append(inputs[1].clone()))
 
     engine.apply_model(listen)
     params = engine.get_default_sampling_params()
     params.max_tokens, params.ignore_eos, params.detokenize = written, True, False
     engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    found = torch.cat(states)
-    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]]
+    rows = torch.cat(states)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]]
 
 
 if __name__ == "__main__":
-    given, made, options = sys.argv[1:]
-    found = _write(tokens=load_file(given)[TOKENS], **json.loads(options))
-    save_file({STATES: found.contiguous()}, made)
+    question, answer, options = sys.argv[1:]
+    states = _write(tokens=load_file(question)[TOKENS], **json.loads(options))
+    save_file({STATES: states.contiguous()}, answer)

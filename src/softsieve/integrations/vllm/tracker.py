@@ -28,13 +28,13 @@ def current_batch(engine: str) -> Batch | Slots | None:
 
 
 def _bases() -> tuple[type, ...]:
-    found = []
+    bases = []
     for name in _BASES:
         try:
-            found.append(import_module(name).LogitsProcessor)
+            bases.append(import_module(name).LogitsProcessor)
         except (ImportError, AttributeError):  # no vLLM, or another one: `plugin` says so
             continue
-    return tuple(found)
+    return tuple(bases)
 
 
 class BatchTracker(*_bases()):  # type: ignore[misc]
