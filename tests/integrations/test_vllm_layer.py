@@ -583,6 +583,7 @@ def test_logits_are_spread_with_nothing_that_comes_from_the_host() -> None:
     answer = AdaptiveSoftmax(torch.eye(50)).topk(torch.rand(2, 50), 3)
     with Asked():  # type: ignore[no-untyped-call]
         spread_on_device(answer, 50, torch.bfloat16)
+        spread_on_device(answer, 50, torch.bfloat16, beta=0.1, scale=0.1)
         assert "aten.nextafter.default" in names
         assert "aten.lift_fresh.default" not in names
         torch.tensor(1.0)

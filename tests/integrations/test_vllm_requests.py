@@ -251,6 +251,13 @@ def test_counters_of_workers_are_added_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert dict(zip(Reason, exact, strict=True))[Reason.DRIFT] == sum(exact) == 3
 
 
+def test_making_an_index_imports_nothing_of_vllm() -> None:
+    """Which takes seconds, where it is installed; the tracker imports it."""
+    code = "import sys; from softsieve.integrations.vllm import building; sys.exit(TRACKER in sys.modules)"
+    code = code.replace("TRACKER", repr(BatchTracker.__module__))
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
 def test_what_vllm_imports_at_its_start_does_not_import_numba() -> None:
     """When an engine starts, vLLM looks through all modules, and stumbles over numba's compiler."""
     modules = "plugin, layer, tracker, counters"

@@ -10,7 +10,6 @@ from typing import Any
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.vllm import counters
 from softsieve.integrations.vllm.settings import BESIDE, STRICT, read_settings
-from softsieve.integrations.vllm.tracker import engine_name
 
 OLDEST, NEWEST = (0, 32), (0, 32)  # versions of vLLM whose hooks were tried (tests/integrations/test_vllm_engine.py)
 TRACKERS = "vllm.logits_processors"  # the entry point of processors that see every logit
@@ -48,6 +47,7 @@ def site() -> Any:
     from vllm.config import get_current_vllm_config
 
     from softsieve.integrations.vllm.layer import Site
+    from softsieve.integrations.vllm.tracker import engine_name
 
     config = get_current_vllm_config()
     strict = os.environ.get(STRICT) == "1"
