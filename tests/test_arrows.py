@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "softsieve"
 
 # What everybody may use; these use each other alone.
 SHARED = {
-    *("_checks", "_digests", "_files", "_graphs", "_progress", "_records", "_safetensors"),
+    *("_checks", "_digests", "_files", "_graphs", "_progress", "_records", "_safetensors", "_threads"),
     *("__version__", "data", "errors", "extras"),
 }
 # The parts of the library, from the bottom up: what each uses besides itself and what is shared.

@@ -47,6 +47,7 @@ ONLY_READ = {
     "results/conll2003-minilm.md": "a record: a GPU, a pretrained encoder, CoNLL-2003",
     "results/eurlex57k.md": "a record: hours, EURLEX57K",
     "results/eurlex57k-5seeds.md": "a record: hours, EURLEX57K",
+    "results/eurlex57k-minilm.md": "a record: a GPU, a pretrained encoder, EURLEX57K",
     "results/eurosat.md": "a record: hours, EuroSAT",
     "results/fsdd.md": "a record: hours, the spoken digits",
     "results/multilabel.md": "a record: hours, Reuters and GoEmotions",

@@ -107,6 +107,30 @@ def test_threads_of_torch_stay_as_they_are() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
+COMMAND = """
+import softsieve.kernels.cascade_numba
+from softsieve.cli.head_bench import set_threads
+set_threads(1)
+"""
+COMPARISON = """
+from softsieve.comparisons.heads import measure
+from softsieve.integrations.hidden_states import Corpus, Head
+torch.set_num_threads(1)
+states = torch.randn(40, 8)
+measure(Head(torch.randn(300, 8), None, 1.0, None, {"x": Corpus(states, states)}), name="x", methods=["cascade, pac"])
+"""
+
+
+@pytest.mark.parametrize("code", [COMMAND, COMPARISON], ids=["command", "comparison"])
+def test_who_asks_for_a_thread_has_one(code: str) -> None:
+    """Numba starts as many threads as it may. Where both use OpenMP, torch has as many from then on."""
+    counts = "import numba; print(torch.get_num_threads(), numba.get_num_threads())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
+    script = "\n".join(["import torch", code, counts])
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "1"]
+
+
 def test_exp() -> None:
     values = np.concatenate([np.linspace(-80, 80, 4001), spread_out(500), [0.0]]).astype(np.float32)
     exp: Any = base_numba.exp

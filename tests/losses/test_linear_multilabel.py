@@ -192,6 +192,26 @@ def test_loss_and_gradients(backend: str, dtype: torch.dtype, delta: float, shap
         check(case, dtype, backend, delta=delta)
 
 
+@needs_triton
+def test_more_labels_than_a_launch_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with thousands of labels each would not fit beside its logits; chunks of these take any number."""
+    from softsieve.kernels import linear_multilabel_triton
+
+    case = decided(make_case(16, 24, 300, 5, dtype=torch.float16), torch.float16, least=0.1)
+    scanned: list[int] = []
+
+    def scan_layer(layer: Layer, label: Tensor, own: Tensor) -> Any:
+        scanned.append(label.shape[1])
+        return scan(layer, label, own)
+
+    scan = linear_multilabel_triton.scan_layer
+    monkeypatch.setattr(linear_multilabel_triton, "scan_layer", scan_layer)
+    for filled in (linear_multilabel.MOST_COMPARED, linear_multilabel.MOST_COMPARED + 1, 1000):
+        wide = F.pad(case.labels, (0, filled - 5), value=IGNORED)
+        check(case._replace(labels=wide), torch.float16, "triton")
+    assert scanned == [linear_multilabel.MOST_COMPARED]
+
+
 @pytest.mark.parametrize("delta", [0.2, 0.5])
 def test_float64(delta: float) -> None:
     check(make_case(dtype=torch.float64), torch.float64, "torch", delta=delta)

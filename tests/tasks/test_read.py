@@ -410,6 +410,16 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
         '{"text": "a", "label": ["x"]}\n{"text": "b", "label": 3}\n',
         r"a\.jsonl:2: .*list of labels, found 3",
     ),
+    "flags": (
+        "a.jsonl",
+        '{"text": "a", "labels": [0, 1, 0]}\n{"text": "b", "labels": [1.0, 0.0, 0.0]}\n',
+        r"a\.jsonl: expected lists of the labels that apply, found no label but '0', '1', which look like flags",
+    ),
+    "true and false": (
+        "a.jsonl",
+        '{"text": "a", "labels": [false, true]}\n{"text": "b", "labels": [true, false]}\n',
+        r"a\.jsonl: expected lists of the labels that apply, found no label but 'False', 'True'",
+    ),
     "tag count": ("a.jsonl", '{"tokens": ["a", "b"], "tags": ["O"]}\n', r"a\.jsonl:1: .* found 2 words and 1 labels"),
     "no words": (
         "a.jsonl",

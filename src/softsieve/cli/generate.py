@@ -19,6 +19,7 @@ from softsieve._files import check_writable
 from softsieve._records import write_record
 from softsieve.cli.errors import one_line
 from softsieve.cli.head import DTYPES
+from softsieve.cli.head_bench import set_threads
 from softsieve.cli.progress import bar, error_console, plain_console, quiet_hugging_face, table
 from softsieve.errors import InputError
 from softsieve.heads import AdaptiveSoftmax, DriftWarning, QuantisedWeight
@@ -97,7 +98,7 @@ def generate(
         for place in filter(None, (save, out)):
             check_writable(place)
         quiet_hugging_face()
-        _set_threads(threads)
+        set_threads(threads)
         console = error_console()
         text = None if calibration is None else (str(calibration), read_text(calibration))
         tokenizer = hidden_states.load_tokenizer(model)
@@ -175,16 +176,6 @@ def _prompts(texts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
 
 
 # What is done
-
-
-def _set_threads(threads: int | None) -> None:
-    """As many for the adaptive head as for the exact one."""
-    from importlib import import_module
-
-    numba = import_module("numba")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
 class _Writer(NamedTuple):

@@ -84,11 +84,14 @@ def check_promise(eps: float, deltas: Sequence[float]) -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Let torch compute with so many threads, if any number was asked for."""
+    """Let torch compute with so many threads, if any number was asked for, and numba with as many."""
     import torch
+
+    from softsieve._threads import follow_torch
 
     if threads is not None:
         torch.set_num_threads(threads)
+    follow_torch()
 
 
 def stem(out: Path, name: str) -> Path:

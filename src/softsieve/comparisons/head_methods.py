@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softsieve._threads import follow_torch
 from softsieve.extras import package
 from softsieve.heads import AdaptiveSoftmax
 from softsieve.heads.coordinates.calibration import needed
@@ -270,8 +271,7 @@ def _fitted_preview(layer: Layer, sample: Tensor, plan: Plan) -> Iterator[Point]
 
 def _sieve(name: str, options: dict[str, Any], layer: Layer, sample: Tensor, plan: Plan) -> Iterator[Point]:
     """`AdaptiveSoftmax`: the cascade at every delta, others at the first. As many threads as the rivals have."""
-    numba = import_module("numba")
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    follow_torch()
     for delta in plan.deltas if name == "cascade" else plan.deltas[:1]:
         generator = torch.Generator().manual_seed(plan.seed)
         start = time.perf_counter()

@@ -13,11 +13,12 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from softsieve._threads import follow_torch
 
 BLOCK = 512  # rows of the preview that are worked on together: their estimates stay in the first cache
 ALONE = 1 << 20  # entries up to which one thread does the work: starting more costs time, on a busy machine much
@@ -26,11 +27,7 @@ AHEAD = 4096  # bytes of rows that are prefetched before the one that is read: e
 _LINE = 64  # bytes of a cache line
 LOG2E = 1.4426950408889634
 
-_torch_threads = torch.get_num_threads()
-numba.get_num_threads()  # starts its threads: a function that comes from numba's cache may not, and crashes then
-# No more of them than of torch's: on a machine that does other work, too, one that was not asked for is waited for.
-numba.set_num_threads(min(_torch_threads, numba.config.NUMBA_NUM_THREADS))
-torch.set_num_threads(_torch_threads)  # where both use OpenMP, numba has just set the number for torch, too
+follow_torch()
 
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*numba*.py"))))
 

@@ -38,7 +38,7 @@ from softsieve.kernels.linear_types import (
 )
 from softsieve.kernels.multilabel_torch import settle_side
 
-MOST_COMPARED = 128  # labels a row, at most, that a launch compares with each other
+MOST_COMPARED = 128  # labels a row, at most, that a launch compares with each other or holds beside a tile of logits
 
 
 def check_class_numbers(labels: Tensor, classes: int, ignore_index: int) -> Tensor:
@@ -156,7 +156,7 @@ def _scan(layer: Layer, label: Tensor, own: Tensor, backend: str, budget: int) -
 
     Also the backend's marks; logits of the labels are written to ``own``, both (rows, labels).
     """
-    if backend == linear.TRITON:
+    if backend == linear.TRITON and label.shape[1] <= MOST_COMPARED:
         from softsieve.kernels import linear_multilabel_triton
 
         if linear_multilabel_triton.scans_layer(layer):

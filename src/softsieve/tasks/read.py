@@ -23,6 +23,7 @@ from softsieve.tasks.reading import Reading, unseen_note
 from softsieve.tasks.tables import BLOCK, Table, add_cells, is_conll, is_table, read_conll, read_table
 from softsieve.tasks.texts import Column, Places, make_column
 
+FLAGS = {"0", "1"}, {"False", "True"}  # the labels that are read of rows with a flag for each class
 SUSPICIOUS = 20  # rows from which labels that hardly repeat are taken for a mistake
 
 
@@ -214,11 +215,16 @@ def _read_part(source: str | Path, name: str, wanted: Wanted) -> Part:
 
 
 def _check_labels(data: Data, source: str, hint: str) -> None:
-    """Refuse a single class, and labels that are no classes."""
+    """Refuse a single class, labels that are no classes, and flags where the labels that apply are expected."""
     counts = Counter(label for labels in data.train.labels for label in as_list(labels))
     least = 1 if data.kind == "multilabel" else 2  # any number of labels a row: one of them may be there or not
     if len(counts) < least:
         raise InputError(f"{source}: expected at least {least} classes to train on, found {sorted(counts)}")
+    if data.kind == "multilabel" and data.labels is None and set(counts) in FLAGS:
+        raise InputError(
+            f"{source}: expected lists of the labels that apply, found no label but {listed(sorted(counts))}, which "
+            "look like flags, one for each class; labels that are called so need other names"
+        )
     rows, different = len(data.train.inputs), len(counts)
     if data.kind in ("multilabel", "tokens") or data.labels is not None or rows < SUSPICIOUS:
         return

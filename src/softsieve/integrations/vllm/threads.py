@@ -8,6 +8,8 @@ import threading
 
 import torch
 
+from softsieve._threads import follow_torch
+
 _local = threading.local()
 
 
@@ -22,8 +24,5 @@ def bind_threads() -> None:
     count = torch.get_num_threads()
     if "numba" not in sys.modules:
         os.environ.setdefault("NUMBA_NUM_THREADS", str(count))
-    import numba
-
-    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    numba.set_num_threads(min(count, most))
+    follow_torch()
     _local.bound = True
