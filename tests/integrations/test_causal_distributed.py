@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of
+from softsieve.integrations.causal_trl import token_log_probs
 from tests.integrations.architectures import make
 from tests.integrations.test_causal_loss import batch_of, step
 
@@ -28,6 +29,11 @@ CASES = {  # whether the head is tied, whether it is sharded by itself, and whet
     "own shard": (False, True, False),
     "later": (False, True, True),
     "tied": (True, False, False),
+}
+WRAPPERS: dict[str, dict[str, Any] | None] = {  # options of DDP; None: FSDP2
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "shards": None,
 }
 
 
@@ -66,6 +72,26 @@ def evaluated(mesh: Any) -> list[Tensor]:
     return made
 
 
+def log_probs(mesh: Any, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Gradients of log-probabilities, of wrappers that look at what a forward pass uses, or shard weights after it."""
+    made = {}
+    for name, options in WRAPPERS.items():
+        model: Any = make("Llama")
+        called = model if options is None else DistributedDataParallel(model, **options)
+        if options is None:
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        for _ in range(2):  # what a static graph is like is known after the first
+            called.zero_grad()
+            token_log_probs(called, batch_of(seed=rank)["input_ids"]).sum().backward()  # type: ignore[no-untyped-call]
+        made[name] = gradients(model)
+    return made
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    parts = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in parts.items()}
+
+
 def in_two_processes(rank: int) -> Found:
     found: Found = {}
     model = make("Llama")
@@ -86,6 +112,7 @@ def in_two_processes(rank: int) -> Found:
         assert isinstance(model.lm_head.weight, DTensor)
         found[name] = train(model, model, [rank])
     found["logits"] = evaluated(mesh)
+    found["log_probs"] = log_probs(mesh, rank)
     model = make("Llama")
     model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
     try:
@@ -119,6 +146,18 @@ def test_logits_of_an_evaluation_are_made_of_all_shards(ranks: list[Found]) -> N
         for dense, logits, tokens in (found["logits"][:3], found["logits"][3:]):
             torch.testing.assert_close(logits, dense)
             assert torch.equal(tokens, dense.argmax(-1))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_log_probs_of_two_processes_have_the_gradients_of_one(ranks: list[Found], name: str) -> None:
+    model = make("Llama")
+    both = [token_log_probs(model, batch_of(seed=seed)["input_ids"]).sum() for seed in (0, 1)]
+    (sum(both) / 2).backward()  # type: ignore[union-attr]
+    expected = gradients(model)
+    for part in ranks:
+        assert part["log_probs"][name].keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(part["log_probs"][name][key], gradient, rtol=1e-3, atol=1e-4)
 
 
 def test_tensor_parallel_heads_are_refused(ranks: list[Found]) -> None:

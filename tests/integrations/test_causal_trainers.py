@@ -154,6 +154,17 @@ def test_other_adapters_on_the_output_layer_are_refused() -> None:
     same(step(elsewhere, batch_of()), dense)
 
 
+def test_adapters_chosen_for_each_row_are_refused_without_logits() -> None:
+    """By PEFT's ``adapter_names``, which reach the output layer beside its states."""
+    peft = pytest.importorskip("peft")
+    model = adapted()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    model.eval()
+    accelerate_loss(model, evaluate=True)
+    with pytest.raises(InputError, match="is given states alone, found adapter_names"):
+        model(**batch_of(), adapter_names=["default", "other"])
+
+
 def test_a_quantised_body_is_no_matter() -> None:
     """As bitsandbytes has it: layers of the body with a packed weight of bytes, the output layer plain."""
 
@@ -197,6 +208,21 @@ def test_log_probs_of_tokens_and_their_gradients(name: str, accelerated: bool) -
     assert (loss_of(model) is not None) == accelerated
     with pytest.raises(InputError, match="labels: expected"):
         token_log_probs(model, ids, labels[:, 1:])
+
+
+def test_log_probs_of_a_compiled_model_and_of_one_with_a_prompt_of_its_own() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = make("Llama"), batch_of()["input_ids"]
+    expected = token_log_probs(model, ids)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(token_log_probs(compiled, ids), expected)
+    accelerate_loss(model, delta=0.1)
+    torch.testing.assert_close(token_log_probs(compiled, ids), expected)
+    restore_loss(model)
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    logits = tuned(input_ids=ids).logits[:, 3:-1]
+    dense = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(token_log_probs(tuned, ids), dense)
 
 
 # -- Trainer -----------------------------------------------------------------------------------------------------------

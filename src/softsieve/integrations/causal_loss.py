@@ -26,6 +26,7 @@ from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
 
 WEIGHTS = "token_weights"  # of a batch: one for each label
+TEMPERATURE = "token_log_probs_temperature"  # by which `token_log_probs` asks a forward pass for log-probabilities
 WRAPPERS = 8  # of other packages around a forward pass, at most
 SHIFTS: dict[str, Callable[[Tensor, float], Tensor]] = {  # what models do to their labels, with a fill for the end
     "padded": lambda values, fill: F.pad(values, (0, 1), value=fill)[..., 1:],
@@ -224,6 +225,8 @@ class ModelForward:
         self.active = True
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if TEMPERATURE in options:
+            return self._log_probs(options.pop(TEMPERATURE), options.pop("labels"), options)
         weights = options.pop(WEIGHTS, None)
         labels = args[self.position] if len(args) > self.position else options.get("labels")
         loss, training = self.loss, self.model.training
@@ -243,6 +246,13 @@ class ModelForward:
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
         return outputs if training else _evaluated(outputs, loss.evaluates)
+
+    def _log_probs(self, temperature: float, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Those of the next tokens, made in here: what wraps the model sees parameters that are used, and whole."""
+        self.follow()
+        with self.loss.collect(training=self.model.training):
+            logits: LazyLogits = self.before(**options).logits
+            return self.loss.log_probs(logits[:, :-1] / temperature, labels[:, 1:])
 
     def follow(self) -> None:
         """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
@@ -279,6 +289,9 @@ class LayerForward:
             return work(hidden)
         if not self.loss.collecting:
             return self.before(hidden, *args, **options)
+        if args or options:
+            what = ", ".join(options) or f"{1 + len(args)} arguments"
+            raise InputError(f"model: expected an output layer that is given states alone, found {what}")
         _check_shape(self.loss.labels, hidden.shape[:-1])
         kind = hidden.device.type
         casts = torch.is_autocast_enabled(kind)

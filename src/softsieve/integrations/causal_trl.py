@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.errors import InputError
-from softsieve.integrations.causal_loss import WRAPPERS, ModelForward, accelerate_loss, inside, loss_of
+from softsieve.integrations.causal_loss import (
+    TEMPERATURE,
+    WRAPPERS,
+    ModelForward,
+    accelerate_loss,
+    inside,
+    loss_of,
+    restore_loss,
+)
 from softsieve.integrations.lazy_logits import LazyLogits
 
 
@@ -62,24 +70,16 @@ def token_log_probs(
         )
     _checks.positive("temperature", temperature)
     forward = loss_of(model)
-    if forward is not None and forward.active:
-        return _log_probs(model, forward, input_ids, labels, temperature, inputs)
-    accelerate_loss(model, 1.0, backend=backend)
-    forward = loss_of(model)
-    assert forward is not None  # noqa: S101
+    ours = forward is None or not forward.active
+    if ours:
+        accelerate_loss(model, 1.0, backend=backend)
     try:
-        return _log_probs(model, forward, input_ids, labels, temperature, inputs)
+        asked = {"input_ids": input_ids, "labels": labels, TEMPERATURE: temperature}
+        found: Tensor = model(**{"use_cache": False, **inputs, **asked})
     finally:
-        forward.leave()
-
-
-def _log_probs(
-    model: Any, forward: ModelForward, input_ids: Tensor, labels: Tensor, temperature: float, inputs: dict[str, Any]
-) -> Tensor:
-    forward.follow()
-    with forward.loss.collect(training=True):
-        logits: LazyLogits = model(input_ids=input_ids, **{"use_cache": False, **inputs}).logits
-        return forward.loss.log_probs(logits[:, :-1] / temperature, labels[:, 1:])
+        if ours:
+            restore_loss(model)
+    return found[:, found.shape[1] - (labels.shape[1] - 1) :]  # PEFT may have put a prompt of its own before
 
 
 def fused_outputs(forward: ModelForward, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
