@@ -229,9 +229,9 @@ def test_log_probs_of_a_compiled_model_and_of_one_with_a_prompt_of_its_own() -> 
 
 
 def trained(folder: Path, kind: Any, model: Any, **changed: Any) -> Any:
-    names = ("as_options", "callbacks", "compute_metrics", "preprocess_logits_for_metrics")
-    own = {key: changed.pop(key) for key in names if key in changed}
-    trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), eval_dataset=texts(4), **own)
+    names = ("as_options", "callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics")
+    own = {"eval_dataset": texts(4), **{key: changed.pop(key) for key in names if key in changed}}
+    trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), **own)
     trainer.train()
     return trainer
 
@@ -334,6 +334,56 @@ def test_a_callback_gives_compute_metrics_predicted_tokens(tmp_path: Path) -> No
     assert torch.equal(seen[0], outputs.logits.argmax(-1))
     assert history(trainer, "eval_loss") == pytest.approx([float(outputs.loss)], rel=1e-5)
     assert len(history(trainer, "eval_token_accuracy")) == 1
+
+
+def test_evaluations_of_several_sets_log_what_each_is_like(tmp_path: Path) -> None:
+    """Each by its own name, whatever ``compute_metrics`` calls its numbers, and none with tokens of another."""
+    sets = {"one": texts(4), "two": texts(6)[4:]}
+    options = {
+        "eval_dataset": sets, "compute_metrics": lambda _: {"my_loss": 1.0}, "eval_strategy": "steps", "eval_steps": 4,
+    }  # fmt: skip
+    ours = trained(tmp_path, ASTrainer, make("Llama"), **options)
+    called = trained(
+        tmp_path, transformers.Trainer, make("Llama"), callbacks=[ASLossCallback(evaluate="tokens")], **options
+    )
+    model = ours.model.eval()
+    restore_loss(model)
+    for name, rows in sets.items():
+        tokens, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
+        counted = labels[:, 1:] != -100
+        lse = float(model(tokens).logits[:, :-1].logsumexp(-1)[counted].mean())
+        for trainer in (ours, called):
+            assert history(trainer, f"eval_{name}_lse") == pytest.approx([lse], rel=1e-4)
+            assert history(trainer, f"eval_{name}_my_loss") == [1.0]
+            assert history(trainer, "eval_my_lse") == []
+
+
+def test_what_is_predicted_is_not_counted_in_the_next_evaluation(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, ASTrainer, make("Llama"))
+    expected = trainer.evaluate()
+    trainer.predict(texts(7)[4:])
+    assert trainer.evaluate()["eval_lse"] == pytest.approx(expected["eval_lse"])
+
+
+def test_an_interrupted_training_goes_on_and_gives_the_loss_back(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                raise KeyboardInterrupt
+
+    for own in (False, True):  # whether the user had put it there
+        model = make("Llama")
+        if own:
+            accelerate_loss(model)
+        data = {"args": arguments(tmp_path), "train_dataset": texts()}
+        trainer = transformers.Trainer(model=model, **data, callbacks=[ASLossCallback(), Stop()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        assert (loss_of(model) is not None) == own
 
 
 def predictions_of(found: list[Any]) -> list[Tensor]:

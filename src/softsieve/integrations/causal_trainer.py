@@ -106,12 +106,14 @@ class ASLossCallback(TrainerCallback):
                 "label_smoothing_factor: expected 0, found a loss of the trainer's own, which needs logits"
             )
         before = loss_of(model)
-        self._ours = before is None or not before.active  # else it stays when training ends
-        if before is not None and before.active:
-            self._loss = before.loss
-            self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
-        else:
+        if before is None or not before.active:
+            self._ours = True
             self._loss = accelerate_loss(model, self.schedule(0), **self.options, evaluate=self.evaluate)
+            return
+        if before.loss is not self._loss:  # that of a training which was interrupted
+            self._ours = False  # it stays when training ends
+        self._loss = before.loss
+        self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loss is not None:
@@ -123,10 +125,7 @@ class ASLossCallback(TrainerCallback):
             raise InputError("ASLossCallback: expected a trainer that takes the model's loss, found one with its own")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._loss is None or logs is None or not ({"loss", "eval_loss"} & logs.keys()):
-            return
-        start = "eval_" if "eval_loss" in logs else ""
-        if start and not self.evaluate:
+        if self._loss is None or logs is None or (start := _start(logs)) is None or (start and not self.evaluate):
             return
         found = {start + name: value for name, value in self._loss.summary(training=not start).items() if name in NAMES}
         logs.update(found)
@@ -140,8 +139,16 @@ class ASLossCallback(TrainerCallback):
                 restore_loss(model)
 
 
-def logged(loss: CausalLoss, accelerator: Any, *, training: bool, start: str = "") -> dict[str, float]:
-    """A summary of all processes since the last call, for the Trainer's log."""
-    totals = loss.totals(training=training).to(accelerator.device, torch.float32)
+def _start(logs: dict[str, float]) -> str | None:
+    """With what the names of a log begin: those of training with nothing, of an evaluation as its loss does."""
+    losses = [name for name in logs if name == "loss" or (name.endswith("_loss") and name != "train_loss")]
+    return min(losses, key=len).removesuffix("loss") if losses else None  # a metric's own name is longer
+
+
+def logged(loss: CausalLoss, accelerator: Any, logs: dict[str, float]) -> dict[str, float]:
+    """What a log of a Trainer is given: a summary of all processes since the last one of its kind."""
+    if (start := _start(logs)) is None:
+        return {}
+    totals = loss.totals(training=not start).to(accelerator.device, torch.float32)
     summary = loss.summary(accelerator.reduce(totals, "sum"))
     return {start + name: value for name, value in summary.items() if name in NAMES}

@@ -239,13 +239,14 @@ class ASTrainerMixin(Trainer):
             tokens = None if prediction_loss_only else outputs["logits"].argmax(-1)
         return loss.detach().mean(), tokens, None if prediction_loss_only else inputs["labels"]
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        if self._language:
+            loss_in(self.model, 1.0).totals(training=False)  # forget what was predicted since the latest evaluation
+        return super().evaluation_loop(*args, **options)
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if self._language:
-            evaluated = [name for name in logs if name.endswith("_loss") and name != "train_loss"]
-            if "loss" in logs or evaluated:
-                start = "" if "loss" in logs else evaluated[0].removesuffix("loss")
-                loss = loss_in(self.model, 1.0)
-                logs.update(logged(loss, self.accelerator, training=not start, start=start))
+            logs.update(logged(loss_in(self.model, 1.0), self.accelerator, logs))
         elif "loss" in logs:  # of training
             solved, counted = self.accelerator.reduce(self._unlogged, "sum").tolist()
             self._unlogged = torch.zeros_like(self._unlogged)
