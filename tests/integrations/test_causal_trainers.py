@@ -20,7 +20,13 @@ import transformers
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.causal_trl import token_log_probs
-from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer, ASTrainerMixin
+from softsieve.integrations.transformers import (
+    ASLossCallback,
+    ASOptions,
+    ASTrainer,
+    ASTrainerMixin,
+    TokenWeightsCollator,
+)
 from tests.integrations.architectures import VOCABULARY, make
 from tests.integrations.test_causal_loss import batch_of, count_logits, same, step
 
@@ -473,6 +479,52 @@ def test_weights_of_tokens_reach_a_callback(tmp_path: Path) -> None:
     assert run(ASTrainer, texts(), as_options=ASOptions(delta=1.0)) != pytest.approx(expected, rel=1e-3)
 
 
+def weighted_texts() -> list[dict[str, Any]]:
+    """Of several lengths, with a weight for each label, which the label tells."""
+    rows = [{name: values[: 3 + i % 3] for name, values in row.items()} for i, row in enumerate(texts())]
+    return [{**row, "token_weights": [label % 7 / 4 for label in row["labels"]]} for row in rows]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_weights_go_where_their_labels_go(side: str) -> None:
+    words = tokenizer()
+    words.padding_side = side
+    plain: Any = transformers.DataCollatorForSeq2Seq(words, pad_to_multiple_of=8)
+    if side == "none":
+        plain = transformers.DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
+    batch = TokenWeightsCollator(plain)(weighted_texts())
+    labels, weights = batch["labels"], batch["token_weights"]
+    assert labels.shape == weights.shape == ((1, 31) if side == "none" else (ROWS, 8))
+    counted = labels != -100
+    torch.testing.assert_close(weights[counted], (labels % 7 / 4)[counted], rtol=0, atol=0)
+    assert "token_weights" in weighted_texts()[0]
+
+
+def test_weights_that_cannot_be_told_are_refused() -> None:
+    collate = TokenWeightsCollator(transformers.DataCollatorForSeq2Seq(tokenizer()))
+    row = weighted_texts()[0]
+    for wrong in ({**row, "token_weights": [1.0]}, {"input_ids": [3], "token_weights": [1.0]}, texts()[0]):
+        with pytest.raises(InputError, match=r"token_weights: expected one for each of the \d labels, found \d"):
+            collate([wrong])
+    of_inputs = TokenWeightsCollator(transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False))
+    with pytest.raises(InputError, match="found one that changes them"):
+        of_inputs([row])
+
+
+def test_an_evaluation_leaves_weights_out(tmp_path: Path) -> None:
+    collator = TokenWeightsCollator(transformers.DataCollatorForSeq2Seq(tokenizer()))
+
+    def run(kind: Any, **options: Any) -> Any:
+        data = {"train_dataset": weighted_texts(), "eval_dataset": weighted_texts(), "data_collator": collator}
+        trainer = kind(model=make("Llama"), args=arguments(tmp_path, eval_strategy="epoch"), **data, **options)
+        trainer.train()
+        return history(trainer, "eval_loss")
+
+    plain = run(transformers.Trainer, callbacks=[ASLossCallback(delta=1.0)])
+    assert run(transformers.Trainer, callbacks=[ASLossCallback(delta=1.0, evaluate=True)]) == pytest.approx(plain)
+    assert run(ASTrainer, as_options=ASOptions(delta=1.0)) == pytest.approx(plain)
+
+
 def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     model = make("Llama")
     with pytest.raises(InputError, match="label_smoothing_factor: expected 0"):
@@ -554,6 +606,32 @@ def test_sft_of_trl(tmp_path: Path) -> None:
     assert history(sparse, "loss")[-1] < history(plain, "loss")[-1]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_weights_of_tokens_reach_trl(tmp_path: Path, joined: bool) -> None:
+    """Weighted as in a plain Trainer, also where texts are joined without padding."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = TokenWeightsCollator(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=joined))
+    data = datasets.Dataset.from_list(weighted_texts())
+    changed = {"remove_unused_columns": False, "max_length": 16, "dataset_kwargs": {"skip_prepare_dataset": True}}
+
+    def run(kind: Any, args: Any, **options: Any) -> list[float]:
+        callbacks = [ASLossCallback(delta=1.0)]
+        made = kind(
+            model=make("Llama"), args=args, train_dataset=data, data_collator=collator, callbacks=callbacks, **options
+        )
+        made.train()
+        return history(made, "loss")
+
+    args = trl.SFTConfig(**settings(tmp_path, bf16=False), **changed)
+    found = run(trl.SFTTrainer, args, processing_class=tokenizer())
+    assert found == pytest.approx(run(transformers.Trainer, arguments(tmp_path)), rel=1e-4)
+    data = data.map(lambda row: {"token_weights": [1.0] * len(row["labels"])})
+    assert found != pytest.approx(run(transformers.Trainer, arguments(tmp_path)), rel=1e-2)
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -586,8 +664,9 @@ def test_a_head_of_trl_with_a_temperature() -> None:
     _, loss = run(True, cast_lm_head_to_fp32=True)  # stays TRL's
     assert not loss.called
     model = make("Llama")
+    utils.add_fused_lm_head(model, cast_lm_head_to_fp32=True)
     accelerate_loss(model)
-    with pytest.raises(InputError, match="token_weights: expected a trainer that takes the model's own loss"):
+    with pytest.raises(InputError, match=r"token_weights: .* found a head that stays TRL's, in float32"):
         model(**batch_of(), fused_lm_head=True, token_weights=torch.ones(2, 7))
 
 

@@ -237,12 +237,11 @@ class ModelForward:
             raise TypeError(f"labels: expected integers, found {labels.dtype}")
         if weights is not None:
             _checks.each_row(WEIGHTS, weights, labels)
+            weights = weights if training else None  # an evaluation is that of the model without them
         if options.pop("fused_lm_head", False):  # TRL asks for log-probabilities in this way
-            if weights is not None:
-                raise InputError(f"{WEIGHTS}: expected a trainer that takes the model's own loss, found one of TRL")
             from softsieve.integrations.causal_trl import fused_outputs
 
-            return fused_outputs(self, args, options)
+            return fused_outputs(self, args, options, weights)
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
         return outputs if training else _evaluated(outputs, loss.evaluates)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from softsieve.errors import InputError
 from softsieve.integrations.causal_loss import (
+    WEIGHTS,
     CausalLoss,
     SignedForward,
     accelerate_loss,
@@ -137,6 +140,51 @@ class ASLossCallback(TrainerCallback):
             self._loss = None
             if self._ours:
                 restore_loss(model)
+
+
+class TokenWeightsCollator:
+    """Takes ``token_weights`` of rows along: each goes where another collator puts its label.
+
+    For any Trainer's ``data_collator``. Trainers of TRL drop the column unless ``remove_unused_columns=False``.
+
+    Args:
+        collator: what makes batches of rows without weights. It may pad their ``labels``, on either side, join them and
+            ignore some.
+
+    Raises:
+        InputError: for rows without labels or with another number of weights, and for labels that the collator changes.
+
+    Example:
+        >>> from transformers import DataCollatorWithFlattening
+        >>> collate = TokenWeightsCollator(DataCollatorWithFlattening())
+        >>> row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "token_weights": [0.0, 1.0, 0.5]}
+        >>> collate([row, row])["token_weights"].tolist()
+        [[0.0, 1.0, 0.5, 0.0, 1.0, 0.5]]
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        if not callable(collator):
+            raise TypeError(f"collator: expected what makes a batch of rows, found {type(collator).__name__}")
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        plain = [{name: value for name, value in row.items() if name != WEIGHTS} for row in rows]
+        labels, weights = ([torch.as_tensor(row.get(name, ())) for row in rows] for name in ("labels", WEIGHTS))
+        for own, some in zip(labels, weights, strict=True):
+            if own.shape != some.shape or not len(own):
+                raise InputError(f"{WEIGHTS}: expected one for each of the {len(own)} labels, found {len(some)}")
+        batch = self.collator([dict(row) for row in plain])
+        numbers = torch.split(torch.arange(1, 1 + sum(map(len, labels))), [len(own) for own in labels])
+        numbered = [{**row, "labels": part.tolist()} for row, part in zip(plain, numbers, strict=True)]
+        place = self.collator(numbered)["labels"].clamp_min(0)  # 0 where there is no label of a row
+        every = F.pad(torch.cat(labels), (1, 0), value=-100)
+        found = batch["labels"]
+        if place.shape != found.shape or not bool(((found == -100) | (found == every[place % len(every)])).all()):
+            raise InputError(
+                "collator: expected one that pads or joins the labels of rows, found one that changes them"
+            )
+        batch[WEIGHTS] = F.pad(torch.cat(weights).float(), (1, 0))[place]
+        return batch
 
 
 def _start(logs: dict[str, float]) -> str | None:

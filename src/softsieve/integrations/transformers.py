@@ -29,7 +29,14 @@ from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
 from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, restore_loss
-from softsieve.integrations.causal_trainer import ASLossCallback, by_sequence, is_language_model, logged, loss_in
+from softsieve.integrations.causal_trainer import (
+    ASLossCallback,
+    TokenWeightsCollator,
+    by_sequence,
+    is_language_model,
+    logged,
+    loss_in,
+)
 from softsieve.integrations.causal_trl import token_log_probs
 from softsieve.integrations.deferred_logits import DeferredLogits
 from softsieve.integrations.label_names import mark_multilabel, name_labels
@@ -43,8 +50,8 @@ from softsieve.training.speed import ASSpeed
 
 __all__ = [
     "ASLossCallback", "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "CausalLoss", "DeferredLogits",
-    "LazyLogits", "accelerate_head", "accelerate_loss", "collect_queries", "restore_head", "restore_loss",
-    "token_log_probs",
+    "LazyLogits", "TokenWeightsCollator", "accelerate_head", "accelerate_loss", "collect_queries", "restore_head",
+    "restore_loss", "token_log_probs",
 ]  # fmt: skip
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
