@@ -56,7 +56,8 @@ def test_counts_of_sample_queries(page: str, count: int) -> None:
     assert f"{count:,}" in figures(text_of(page))
 
 
-SCALES = {  # of the columns of `python -m experiments lm-finetune` on a page: a factor, and digits after the point
+# Of the columns of `python -m experiments lm-finetune` on a page: a factor, and digits after the point.
+SCALES: dict[str, dict[str, tuple[float, int]]] = {
     "smollm2": {"seconds": (1, 2), "ratio": (1, 2), "mb": (1, 0), "loss": (1, 3), "solved": (100, 1),
                 "perplexity": (1, 2), "accuracy": (100, 2)},
     "smollm2-h200": {"seconds": (1e3, 1), "ratio": (1, 2), "mb": (1e-3, 1), "loss": (1, 3), "apart": (1, 3),
