@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +73,10 @@ def evaluated(mesh: Any) -> list[Tensor]:
     return made
 
 
-def log_probs(mesh: Any, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Gradients of log-probabilities, of wrappers that look at what a forward pass uses, or shard weights after it."""
-    made = {}
+def log_probs_in_two_processes(rank: int) -> Found:
+    """Their gradients, in wrappers that look at what a forward pass uses, or shard weights after it."""
+    made: Found = {}
+    mesh = init_device_mesh("cpu", (2,))
     for name, options in WRAPPERS.items():
         model: Any = make("Llama")
         called = model if options is None else DistributedDataParallel(model, **options)
@@ -112,7 +114,6 @@ def in_two_processes(rank: int) -> Found:
         assert isinstance(model.lm_head.weight, DTensor)
         found[name] = train(model, model, [rank])
     found["logits"] = evaluated(mesh)
-    found["log_probs"] = log_probs(mesh, rank)
     model = make("Llama")
     model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
     try:
@@ -148,16 +149,17 @@ def test_logits_of_an_evaluation_are_made_of_all_shards(ranks: list[Found]) -> N
             assert torch.equal(tokens, dense.argmax(-1))
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_log_probs_of_two_processes_have_the_gradients_of_one(ranks: list[Found], name: str) -> None:
+def test_log_probs_of_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     model = make("Llama")
     both = [token_log_probs(model, batch_of(seed=seed)["input_ids"]).sum() for seed in (0, 1)]
     (sum(both) / 2).backward()  # type: ignore[union-attr]
     expected = gradients(model)
-    for part in ranks:
-        assert part["log_probs"][name].keys() == expected.keys()
-        for key, gradient in expected.items():
-            torch.testing.assert_close(part["log_probs"][name][key], gradient, rtol=1e-3, atol=1e-4)
+    for part in launch(log_probs_in_two_processes, tmp_path):
+        assert part.keys() == WRAPPERS.keys()
+        for name, found in part.items():
+            assert found.keys() == expected.keys(), name
+            for key, gradient in expected.items():
+                torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
 
 
 def test_tensor_parallel_heads_are_refused(ranks: list[Found]) -> None:
