@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from softsieve.integrations.causal_layer import check_product, rounding
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.causal_trl import token_log_probs
 from softsieve.integrations.transformers import (
@@ -115,6 +116,24 @@ def test_many_steps_of_lora_are_those_of_logits() -> None:
         moved = (ends[0][name] - weight).norm()
         assert moved > 1e-3, name
         assert (ends[1][name] - ends[0][name]).norm() < 1e-3 * moved, name
+
+
+def test_products_in_tf32_are_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where torch may round what it multiplies; LoRA's scale comes before that rounding or after it."""
+    model = adapted()  # whose scale is no power of 2
+    plain = F.linear
+
+    def coarse(x: Tensor) -> Tensor:
+        return (
+            x if x.dtype == torch.float64 else torch.round(torch.frexp(x)[0] * 2**11) * 2.0 ** (torch.frexp(x)[1] - 11)
+        )
+
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: plain(coarse(x), coarse(weight), bias))
+    layer = model.get_output_embeddings()
+    check_product(layer, layer.forward)
+    assert 1e-5 < rounding(layer.weight) < 1e-3
+    with pytest.raises(InputError, match="which does something else"):
+        check_product(layer, lambda x: layer.forward(x) * 1.1)
 
 
 def test_lora_dropout_and_half_precision_on_the_output_layer() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, own_loss, probe
-from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer, rounding
 from softsieve.integrations.deferred_logits import defer
 from softsieve.integrations.hidden_states import layer_of
 from softsieve.integrations.lazy_logits import After, LazyLogits, Product
@@ -476,7 +476,8 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
     if not loss.called:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
-    bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
+    rounded = max(loss.rounding, rounding(check_adapter(layer_of(model)).weight))
+    bound = max(1e-4, 32 * rounded) * max(1.0, abs(dense))
     if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
     loss._totals = {kind: torch.zeros_like(loss.totals(training=False)) for kind in (True, False)}
