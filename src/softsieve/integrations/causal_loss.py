@@ -85,10 +85,23 @@ class CausalLoss:
             self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
+        return self._compute(
+            logits, target, delta=delta, ignore_index=ignore_index, reduction=reduction, class_weight=weight,
+            row_weight=row_weight,
+        )  # fmt: skip
+
+    def log_probs(self, logits: LazyLogits, target: Tensor, *, delta: float = 1.0, ignore_index: int = -100) -> Tensor:
+        """Of each label, differentiable; 0 where it is ignored. With a delta below 1 minus the loss of each."""
+        return -self._compute(logits, target, delta=delta, ignore_index=ignore_index, reduction="none")
+
+    def _compute(
+        self, logits: LazyLogits, target: Tensor, *, delta: float, ignore_index: int, reduction: str,
+        class_weight: Tensor | None = None, row_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         def work(product: Product) -> Any:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
-                reduction=reduction, class_weight=weight, row_weight=row_weight, softcap=product.softcap,
+                reduction=reduction, class_weight=class_weight, row_weight=row_weight, softcap=product.softcap,
                 backend=self.backend, group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
@@ -96,21 +109,6 @@ class CausalLoss:
         self.called = True
         self._note(stats, target != ignore_index)
         return loss  # type: ignore[no-any-return]
-
-    def log_probs(self, logits: LazyLogits, target: Tensor, *, delta: float = 1.0, ignore_index: int = -100) -> Tensor:
-        """Of each label, differentiable; 0 where it is ignored. With a delta below 1 minus the loss of each."""
-
-        def work(product: Product) -> Any:
-            return compute(
-                product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
-                reduction="none", class_weight=None, row_weight=None, softcap=product.softcap, backend=self.backend,
-                group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
-            )  # fmt: skip
-
-        loss, stats = logits.judged(work)
-        self.called = True
-        self._note(stats, target != ignore_index)
-        return -loss  # type: ignore[no-any-return]
 
     def _note(self, stats: LinearASStats, counted: Tensor) -> None:
         self.stats, self.counted = stats, counted
@@ -385,8 +383,9 @@ def accelerate_loss(
     """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
 
     The model's forward pass stays its own: shifting of labels, ``num_items_in_batch``, scaling and soft-capping of
-    logits, auxiliary losses. Without labels, in evaluation and in ``generate`` it does what it did. A batch may have
-    ``token_weights``, a number for each label. ``outputs.logits`` is a `LazyLogits` while the model trains with labels.
+    logits, auxiliary losses. Without labels, in evaluation and in ``generate`` it does what it did. In training a
+    batch may have ``token_weights``, a number for each label. ``outputs.logits`` is a `LazyLogits` while the model
+    trains with labels.
 
     Works with PEFT (also LoRA on the output layer), `torch.compile`, gradient checkpointing, DDP and FSDP2. On a
     model that a trainer of TRL has been given, call it after the trainer is made.
