@@ -110,11 +110,12 @@ def names_of(page: str) -> dict[str, Any]:
             "group": None,
         }
     if page == "guides/language-models.md":
-        from transformers import Trainer, TrainingArguments
+        from transformers import AutoTokenizer, Trainer, TrainingArguments
 
         rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 4
         args = TrainingArguments("out", max_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
-        return {"args": args, "data": rows, "held_out": rows, "SFTTrainer": Trainer}
+        tokenizer = AutoTokenizer.from_pretrained("SmolLM2-135M")
+        return {"args": args, "data": rows, "held_out": rows, "tokenizer": tokenizer, "SFTTrainer": Trainer}
     if page == "linear.md":
         weight = torch.randn(1000, SIZE, generator=generator, requires_grad=True)
         model = torch.nn.Module()

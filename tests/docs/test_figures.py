@@ -56,26 +56,37 @@ def test_counts_of_sample_queries(page: str, count: int) -> None:
     assert f"{count:,}" in figures(text_of(page))
 
 
-def line_of_a_finetuning(row: dict[str, str]) -> str:
-    """A row of `python -m experiments lm-finetune` as the page shows it."""
-    scales = {"seconds": (1, 2), "ratio": (1, 2), "mb": (1, 0), "loss": (1, 3), "solved": (100, 1)}
-    scales |= {"perplexity": (1, 2), "accuracy": (100, 2)}
-    cells = [
-        f" {factor * float(row[key]):.{digits}f} " if row[key] else " " for key, (factor, digits) in scales.items()
-    ]
-    return "|".join(["", f" {row['way']} ", *cells, ""])
+# Of the columns of `python -m experiments lm-finetune` on a page: a factor, and digits after the point.
+SCALES: dict[str, dict[str, tuple[float, int]]] = {
+    "smollm2": {"seconds": (1, 2), "ratio": (1, 2), "mb": (1, 0), "loss": (1, 3), "solved": (100, 1),
+                "perplexity": (1, 2), "accuracy": (100, 2)},
+    "smollm2-h200": {"seconds": (1e3, 1), "ratio": (1, 2), "mb": (1e-3, 1), "loss": (1, 3), "apart": (1, 3),
+                     "solved": (100, 1), "perplexity": (1, 2), "accuracy": (100, 2)},
+    "wide-h200": {"seconds": (1e3, 1), "ratio": (1, 2), "mb": (1e-3, 1), "step_seconds": (1e3, 1), "loss": (1, 3),
+                  "apart": (1, 3), "solved": (100, 1), "perplexity": (1, 1), "accuracy": (100, 2)},
+}  # fmt: skip
 
 
-def test_a_language_model_is_on_the_page_as_on_record() -> None:
-    rows = read_table(ROOT / "docs/results/lm/smollm2.csv")[1]
-    lines = text_of("results/README.md").splitlines()
-    assert len(rows) == 6
+@pytest.mark.parametrize("name", SCALES)
+def test_a_language_model_is_on_the_page_as_on_record(name: str) -> None:
+    rows = [row for row in read_table(ROOT / f"docs/results/lm/{name}.csv")[1] if name != "wide-h200" or row["seconds"]]
+    page = [line.replace("*", "").split("|")[2:-1] for line in text_of("results/README.md").splitlines()]
+    shown = [[cell.strip() for cell in cells] for cells in page]
+    assert len(rows) > 5
     for row in rows:
-        assert line_of_a_finetuning(row) in lines
-    guide = text_of("guides/language-models.md")
-    for row in rows:
-        if row["perplexity"]:
-            assert f"{float(row['perplexity']):.2f}" in figures(guide)
+        cells = [
+            f"{factor * float(row[key]):.{digits}f}" if row[key] else ""
+            for key, (factor, digits) in SCALES[name].items()
+        ]
+        assert cells in shown, row["way"]
+
+
+def test_the_guide_has_the_perplexities_on_record() -> None:
+    guide = figures(text_of("guides/language-models.md"))
+    for name, some in {"smollm2": {"before"}, "smollm2-h200": set()}.items():
+        for row in read_table(ROOT / f"docs/results/lm/{name}.csv")[1]:
+            if row["way"] in some | {"dense", "ours, delta 1", "ours, delta 0.5", "ours, delta 0.1"}:
+                assert f"{float(row['perplexity']):.2f}" in guide, row["way"]
 
 
 def test_how_many_architectures_are_tested() -> None:

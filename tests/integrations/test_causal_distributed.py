@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of
+from softsieve.integrations.causal_trl import token_log_probs
 from tests.integrations.architectures import make
 from tests.integrations.test_causal_loss import batch_of, step
 
@@ -28,6 +30,11 @@ CASES = {  # whether the head is tied, whether it is sharded by itself, and whet
     "own shard": (False, True, False),
     "later": (False, True, True),
     "tied": (True, False, False),
+}
+WRAPPERS: dict[str, dict[str, Any] | None] = {  # options of DDP; None: FSDP2
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "shards": None,
 }
 
 
@@ -64,6 +71,27 @@ def evaluated(mesh: Any) -> list[Tensor]:
     with pytest.raises(InputError, match="found it sharded again after the forward pass"):
         model(**batch_of()).logits.sum()
     return made
+
+
+def log_probs_in_two_processes(rank: int) -> Found:
+    """Their gradients, in wrappers that look at what a forward pass uses, or shard weights after it."""
+    made: Found = {}
+    mesh = init_device_mesh("cpu", (2,))
+    for name, options in WRAPPERS.items():
+        model: Any = make("Llama")
+        called = model if options is None else DistributedDataParallel(model, **options)
+        if options is None:
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        for _ in range(2):  # what a static graph is like is known after the first
+            called.zero_grad()
+            token_log_probs(called, batch_of(seed=rank)["input_ids"]).sum().backward()  # type: ignore[no-untyped-call]
+        made[name] = gradients(model)
+    return made
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    parts = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in parts.items()}
 
 
 def in_two_processes(rank: int) -> Found:
@@ -119,6 +147,19 @@ def test_logits_of_an_evaluation_are_made_of_all_shards(ranks: list[Found]) -> N
         for dense, logits, tokens in (found["logits"][:3], found["logits"][3:]):
             torch.testing.assert_close(logits, dense)
             assert torch.equal(tokens, dense.argmax(-1))
+
+
+def test_log_probs_of_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
+    model = make("Llama")
+    both = [token_log_probs(model, batch_of(seed=seed)["input_ids"]).sum() for seed in (0, 1)]
+    (sum(both) / 2).backward()  # type: ignore[union-attr]
+    expected = gradients(model)
+    for part in launch(log_probs_in_two_processes, tmp_path):
+        assert part.keys() == WRAPPERS.keys()
+        for name, found in part.items():
+            assert found.keys() == expected.keys(), name
+            for key, gradient in expected.items():
+                torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
 
 
 def test_tensor_parallel_heads_are_refused(ranks: list[Found]) -> None:

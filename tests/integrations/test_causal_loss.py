@@ -544,6 +544,12 @@ def two_devices() -> Any:
     return model
 
 
+def two_devices_without_a_map() -> Any:
+    model = llama()
+    model.model.embed_tokens.to("meta")
+    return model
+
+
 def classifier() -> Any:
     config = make("Llama").config
     return transformers.LlamaForSequenceClassification(config)  # type: ignore[no-untyped-call]
@@ -586,7 +592,8 @@ def a_loss_that_knows() -> Any:
         (patched, "found one of liger_kernel"),
         (patched_with_another_cross_entropy, "found one of liger_kernel"),
         (accelerated, "call restore_loss first"),
-        (two_devices, "expected one device, found its layers on 0, 1, cpu"),
+        (two_devices, "expected one device, found its layers on 0, 1"),
+        (two_devices_without_a_map, "expected one device, found its layers on cpu, meta"),
         (with_a_bias_of_tokens, "found an assignment to some of them"),
         (another_loss, "found square"),
         (a_loss_that_knows, "expected the model's own loss at delta 1"),
@@ -605,6 +612,14 @@ def test_what_cannot_work_is_refused_and_left_as_it_was(
     assert "\n" not in str(error.value)
     assert (dict(vars(model)), model.training) == before
     assert layer is None or dict(vars(layer)) == inside
+
+
+def test_a_map_of_one_device_may_call_it_by_number() -> None:
+    """As Accelerate's `dispatch_model` leaves it, whose numbers are not the names that weights have."""
+    model = llama()
+    model.hf_device_map = {"": 0}
+    accelerate_loss(model)
+    assert loss_of(model) is not None
 
 
 def test_labels_of_another_shape() -> None:

@@ -18,9 +18,16 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from softsieve.integrations.causal_layer import check_product, rounding
 from softsieve.integrations.causal_loss import accelerate_loss, loss_of, restore_loss
 from softsieve.integrations.causal_trl import token_log_probs
-from softsieve.integrations.transformers import ASLossCallback, ASOptions, ASTrainer, ASTrainerMixin
+from softsieve.integrations.transformers import (
+    ASLossCallback,
+    ASOptions,
+    ASTrainer,
+    ASTrainerMixin,
+    TokenWeightsCollator,
+)
 from tests.integrations.architectures import VOCABULARY, make
 from tests.integrations.test_causal_loss import batch_of, count_logits, same, step
 
@@ -111,6 +118,24 @@ def test_many_steps_of_lora_are_those_of_logits() -> None:
         assert (ends[1][name] - ends[0][name]).norm() < 1e-3 * moved, name
 
 
+def test_products_in_tf32_are_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where torch may round what it multiplies; LoRA's scale comes before that rounding or after it."""
+    model = adapted()  # whose scale is no power of 2
+    plain = F.linear
+
+    def coarse(x: Tensor) -> Tensor:
+        return (
+            x if x.dtype == torch.float64 else torch.round(torch.frexp(x)[0] * 2**11) * 2.0 ** (torch.frexp(x)[1] - 11)
+        )
+
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: plain(coarse(x), coarse(weight), bias))
+    layer = model.get_output_embeddings()
+    check_product(layer, layer.forward)
+    assert 1e-5 < rounding(layer.weight) < 1e-3
+    with pytest.raises(InputError, match="which does something else"):
+        check_product(layer, lambda x: layer.forward(x) * 1.1)
+
+
 def test_lora_dropout_and_half_precision_on_the_output_layer() -> None:
     model = adapted(lora_dropout=0.5).to(torch.bfloat16)
     accelerate_loss(model, delta=0.1)
@@ -152,6 +177,17 @@ def test_other_adapters_on_the_output_layer_are_refused() -> None:
     dense = step(elsewhere, batch_of())
     accelerate_loss(elsewhere, delta=1.0)
     same(step(elsewhere, batch_of()), dense)
+
+
+def test_adapters_chosen_for_each_row_are_refused_without_logits() -> None:
+    """By PEFT's ``adapter_names``, which reach the output layer beside its states."""
+    peft = pytest.importorskip("peft")
+    model = adapted()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    model.eval()
+    accelerate_loss(model, evaluate=True)
+    with pytest.raises(InputError, match="is given states alone, found adapter_names"):
+        model(**batch_of(), adapter_names=["default", "other"])
 
 
 def test_a_quantised_body_is_no_matter() -> None:
@@ -199,13 +235,28 @@ def test_log_probs_of_tokens_and_their_gradients(name: str, accelerated: bool) -
         token_log_probs(model, ids, labels[:, 1:])
 
 
+def test_log_probs_of_a_compiled_model_and_of_one_with_a_prompt_of_its_own() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = make("Llama"), batch_of()["input_ids"]
+    expected = token_log_probs(model, ids)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(token_log_probs(compiled, ids), expected)
+    accelerate_loss(model, delta=0.1)
+    torch.testing.assert_close(token_log_probs(compiled, ids), expected)
+    restore_loss(model)
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    logits = tuned(input_ids=ids).logits[:, 3:-1]
+    dense = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(token_log_probs(tuned, ids), dense)
+
+
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
 
 def trained(folder: Path, kind: Any, model: Any, **changed: Any) -> Any:
-    names = ("as_options", "callbacks", "compute_metrics", "preprocess_logits_for_metrics")
-    own = {key: changed.pop(key) for key in names if key in changed}
-    trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), eval_dataset=texts(4), **own)
+    names = ("as_options", "callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics")
+    own = {"eval_dataset": texts(4), **{key: changed.pop(key) for key in names if key in changed}}
+    trainer = kind(model=model, args=arguments(folder, **changed), train_dataset=texts(), **own)
     trainer.train()
     return trainer
 
@@ -310,6 +361,56 @@ def test_a_callback_gives_compute_metrics_predicted_tokens(tmp_path: Path) -> No
     assert len(history(trainer, "eval_token_accuracy")) == 1
 
 
+def test_evaluations_of_several_sets_log_what_each_is_like(tmp_path: Path) -> None:
+    """Each by its own name, whatever ``compute_metrics`` calls its numbers, and none with tokens of another."""
+    sets = {"one": texts(4), "two": texts(6)[4:]}
+    options = {
+        "eval_dataset": sets, "compute_metrics": lambda _: {"my_loss": 1.0}, "eval_strategy": "steps", "eval_steps": 4,
+    }  # fmt: skip
+    ours = trained(tmp_path, ASTrainer, make("Llama"), **options)
+    called = trained(
+        tmp_path, transformers.Trainer, make("Llama"), callbacks=[ASLossCallback(evaluate="tokens")], **options
+    )
+    model = ours.model.eval()
+    restore_loss(model)
+    for name, rows in sets.items():
+        tokens, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
+        counted = labels[:, 1:] != -100
+        lse = float(model(tokens).logits[:, :-1].logsumexp(-1)[counted].mean())
+        for trainer in (ours, called):
+            assert history(trainer, f"eval_{name}_lse") == pytest.approx([lse], rel=1e-4)
+            assert history(trainer, f"eval_{name}_my_loss") == [1.0]
+            assert history(trainer, "eval_my_lse") == []
+
+
+def test_what_is_predicted_is_not_counted_in_the_next_evaluation(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, ASTrainer, make("Llama"))
+    expected = trainer.evaluate()
+    trainer.predict(texts(7)[4:])
+    assert trainer.evaluate()["eval_lse"] == pytest.approx(expected["eval_lse"])
+
+
+def test_an_interrupted_training_goes_on_and_gives_the_loss_back(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                raise KeyboardInterrupt
+
+    for own in (False, True):  # whether the user had put it there
+        model = make("Llama")
+        if own:
+            accelerate_loss(model)
+        data = {"args": arguments(tmp_path), "train_dataset": texts()}
+        trainer = transformers.Trainer(model=model, **data, callbacks=[ASLossCallback(), Stop()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        assert (loss_of(model) is not None) == own
+
+
 def predictions_of(found: list[Any]) -> list[Tensor]:
     """Tensors of what ``compute_metrics`` got."""
     return [torch.as_tensor(value).float() for value in found]
@@ -397,6 +498,52 @@ def test_weights_of_tokens_reach_a_callback(tmp_path: Path) -> None:
     assert run(ASTrainer, texts(), as_options=ASOptions(delta=1.0)) != pytest.approx(expected, rel=1e-3)
 
 
+def weighted_texts() -> list[dict[str, Any]]:
+    """Of several lengths, with a weight for each label, which the label tells."""
+    rows = [{name: values[: 3 + i % 3] for name, values in row.items()} for i, row in enumerate(texts())]
+    return [{**row, "token_weights": [label % 7 / 4 for label in row["labels"]]} for row in rows]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_weights_go_where_their_labels_go(side: str) -> None:
+    words = tokenizer()
+    words.padding_side = side
+    plain: Any = transformers.DataCollatorForSeq2Seq(words, pad_to_multiple_of=8)
+    if side == "none":
+        plain = transformers.DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
+    batch = TokenWeightsCollator(plain)(weighted_texts())
+    labels, weights = batch["labels"], batch["token_weights"]
+    assert labels.shape == weights.shape == ((1, 31) if side == "none" else (ROWS, 8))
+    counted = labels != -100
+    torch.testing.assert_close(weights[counted], (labels % 7 / 4)[counted], rtol=0, atol=0)
+    assert "token_weights" in weighted_texts()[0]
+
+
+def test_weights_that_cannot_be_told_are_refused() -> None:
+    collate = TokenWeightsCollator(transformers.DataCollatorForSeq2Seq(tokenizer()))
+    row = weighted_texts()[0]
+    for wrong in ({**row, "token_weights": [1.0]}, {"input_ids": [3], "token_weights": [1.0]}, texts()[0]):
+        with pytest.raises(InputError, match=r"token_weights: expected one for each of the \d labels, found \d"):
+            collate([wrong])
+    of_inputs = TokenWeightsCollator(transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False))
+    with pytest.raises(InputError, match="found one that changes them"):
+        of_inputs([row])
+
+
+def test_an_evaluation_leaves_weights_out(tmp_path: Path) -> None:
+    collator = TokenWeightsCollator(transformers.DataCollatorForSeq2Seq(tokenizer()))
+
+    def run(kind: Any, **options: Any) -> Any:
+        data = {"train_dataset": weighted_texts(), "eval_dataset": weighted_texts(), "data_collator": collator}
+        trainer = kind(model=make("Llama"), args=arguments(tmp_path, eval_strategy="epoch"), **data, **options)
+        trainer.train()
+        return history(trainer, "eval_loss")
+
+    plain = run(transformers.Trainer, callbacks=[ASLossCallback(delta=1.0)])
+    assert run(transformers.Trainer, callbacks=[ASLossCallback(delta=1.0, evaluate=True)]) == pytest.approx(plain)
+    assert run(ASTrainer, as_options=ASOptions(delta=1.0)) == pytest.approx(plain)
+
+
 def test_a_callback_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
     model = make("Llama")
     with pytest.raises(InputError, match="label_smoothing_factor: expected 0"):
@@ -478,6 +625,32 @@ def test_sft_of_trl(tmp_path: Path) -> None:
     assert history(sparse, "loss")[-1] < history(plain, "loss")[-1]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_weights_of_tokens_reach_trl(tmp_path: Path, joined: bool) -> None:
+    """Weighted as in a plain Trainer, also where texts are joined without padding."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = TokenWeightsCollator(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=joined))
+    data = datasets.Dataset.from_list(weighted_texts())
+    changed = {"remove_unused_columns": False, "max_length": 16, "dataset_kwargs": {"skip_prepare_dataset": True}}
+
+    def run(kind: Any, args: Any, **options: Any) -> list[float]:
+        callbacks = [ASLossCallback(delta=1.0)]
+        made = kind(
+            model=make("Llama"), args=args, train_dataset=data, data_collator=collator, callbacks=callbacks, **options
+        )
+        made.train()
+        return history(made, "loss")
+
+    args = trl.SFTConfig(**settings(tmp_path, bf16=False), **changed)
+    found = run(trl.SFTTrainer, args, processing_class=tokenizer())
+    assert found == pytest.approx(run(transformers.Trainer, arguments(tmp_path)), rel=1e-4)
+    data = data.map(lambda row: {"token_weights": [1.0] * len(row["labels"])})
+    assert found != pytest.approx(run(transformers.Trainer, arguments(tmp_path)), rel=1e-2)
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -510,8 +683,9 @@ def test_a_head_of_trl_with_a_temperature() -> None:
     _, loss = run(True, cast_lm_head_to_fp32=True)  # stays TRL's
     assert not loss.called
     model = make("Llama")
+    utils.add_fused_lm_head(model, cast_lm_head_to_fp32=True)
     accelerate_loss(model)
-    with pytest.raises(InputError, match="token_weights: expected a trainer that takes the model's own loss"):
+    with pytest.raises(InputError, match=r"token_weights: .* found a head that stays TRL's, in float32"):
         model(**batch_of(), fused_lm_head=True, token_weights=torch.ones(2, 7))
 
 

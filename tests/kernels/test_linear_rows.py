@@ -92,6 +92,19 @@ def test_narrow_dtypes_are_as_good_as_without_held_logits(dtype: torch.dtype) ->
         assert held <= 1.1 * before + torch.finfo(dtype).eps / 8
 
 
+def test_gradients_in_float16_are_those_of_the_scaled_loss() -> None:
+    """A mean over many rows, whose gradients float16 cannot hold before they are scaled."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = ((torch.randn(n, 8, generator=generator) / 10).half().requires_grad_() for n in (4096, 2000))
+    target = torch.randint(2000, (4096,), generator=generator)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    truth = torch.autograd.grad(1024 * torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, target), wide)
+    for memory in (None, 10**9):
+        loss = linear_as_cross_entropy(hidden, weight, target, delta=1.0, memory=memory)
+        for grad, true in zip(torch.autograd.grad(1024 * loss, (hidden, weight)), truth, strict=True):
+            assert float((grad.double() - true).norm() / true.norm()) < 2 * torch.finfo(torch.float16).eps
+
+
 def test_only_wanted_gradients_are_made_and_only_once() -> None:
     hidden, weight, _, target = make_layer()
     loss = linear_as_cross_entropy(hidden, weight.detach(), target, memory=MEMORY)

@@ -855,6 +855,11 @@ ENTRIES: dict[str, Entry] = {
         {"delta": "number", "initial_delta": "number", "ratio": "number"},
         also=("final", "initial"),
     ),
+    "TokenWeightsCollator": Entry(
+        lambda **args: _imported("transformers").TokenWeightsCollator(**args),
+        lambda: {"collator": list},
+        {"collator": "words"},
+    ),
     "restore_head": Entry(
         lambda **args: _imported("transformers").restore_head(**args), lambda: {"model": None}, {"model": "words"}
     ),

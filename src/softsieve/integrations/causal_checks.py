@@ -27,10 +27,10 @@ def check_model(model: Any) -> Any:
     other = _patched_by(model)
     if other is not None:
         raise InputError(f"model: expected its own forward and loss, found one of {other}: load the model without it")
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    devices |= {str(weight.device) for weight in (*_embedding(model), *layer.parameters())}
-    if len(devices) > 1:
-        raise InputError(f"model: expected one device, found its layers on {', '.join(sorted(devices))}")
+    mapped = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}  # "0" is "cuda:0"
+    for devices in (mapped, {str(weight.device) for weight in (*_embedding(model), *layer.parameters())}):
+        if len(devices) > 1:
+            raise InputError(f"model: expected one device, found its layers on {', '.join(sorted(devices))}")
     if is_sharded(layer):
         if not _by_fsdp(model):
             raise InputError(

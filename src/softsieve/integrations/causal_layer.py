@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from softsieve.errors import InputError
 from softsieve.integrations.plain_layer import describe_instead
 
+_ROUNDED = 256  # rows of a weight that tell how products are rounded
 Parts = tuple[Tensor, Tensor, Tensor | None]  # states, weight and bias
 
 
@@ -129,12 +130,23 @@ def check_product(layer: Any, forward: Any) -> None:
     finally:
         for module, mode in training.items():
             module.training = mode
-    bound = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max().clamp_min(1))
+    bound = 16 * rounding(weight) * float(expected.abs().max().clamp_min(1))
     if output.shape != expected.shape or not torch.allclose(output, expected, rtol=0, atol=bound):
         raise InputError(
             "model: expected an output layer that is x @ weight.T + bias, "
             f"found {_name(layer)}, which does something else"
         )
+
+
+@torch.no_grad()
+def rounding(weight: Tensor) -> float:
+    """Relative, of products with a weight: that of its dtype, or more where torch may compute float32 in TF32."""
+    some = weight[:_ROUNDED]
+    states = torch.randn(3, some.shape[1], generator=torch.Generator().manual_seed(0)).to(some.device, some.dtype)
+    with torch.autocast(some.device.type, enabled=False):
+        exact = F.linear(states.double(), some.double())
+        error = (F.linear(states, some) - exact).abs().max() / exact.abs().max().clamp_min(1e-30)
+    return max(torch.finfo(some.dtype).eps, float(error))
 
 
 def _name(layer: Any) -> str:

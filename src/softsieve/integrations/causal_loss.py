@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.causal_checks import check_model, evaluating, is_sharded, own_loss, probe
-from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer
+from softsieve.integrations.causal_layer import as_product, check_adapter, check_layer, has_lora, own_layer, rounding
 from softsieve.integrations.deferred_logits import defer
 from softsieve.integrations.hidden_states import layer_of
 from softsieve.integrations.lazy_logits import After, LazyLogits, Product
 from softsieve.losses.linear import LinearASStats, check_options, compute
 
 WEIGHTS = "token_weights"  # of a batch: one for each label
+TEMPERATURE = "token_log_probs_temperature"  # by which `token_log_probs` asks a forward pass for log-probabilities
 WRAPPERS = 8  # of other packages around a forward pass, at most
 SHIFTS: dict[str, Callable[[Tensor, float], Tensor]] = {  # what models do to their labels, with a fill for the end
     "padded": lambda values, fill: F.pad(values, (0, 1), value=fill)[..., 1:],
@@ -84,10 +85,23 @@ class CausalLoss:
             self._find_shift(self.labels, target, ignore_index)
         row_weight = None if self.weights is None else self._shifted(self.weights, target, ignore_index)
 
+        return self._compute(
+            logits, target, delta=delta, ignore_index=ignore_index, reduction=reduction, class_weight=weight,
+            row_weight=row_weight,
+        )  # fmt: skip
+
+    def log_probs(self, logits: LazyLogits, target: Tensor, *, delta: float = 1.0, ignore_index: int = -100) -> Tensor:
+        """Of each label, differentiable; 0 where it is ignored. With a delta below 1 minus the loss of each."""
+        return -self._compute(logits, target, delta=delta, ignore_index=ignore_index, reduction="none")
+
+    def _compute(
+        self, logits: LazyLogits, target: Tensor, *, delta: float, ignore_index: int, reduction: str,
+        class_weight: Tensor | None = None, row_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         def work(product: Product) -> Any:
             return compute(
                 product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
-                reduction=reduction, class_weight=weight, row_weight=row_weight, softcap=product.softcap,
+                reduction=reduction, class_weight=class_weight, row_weight=row_weight, softcap=product.softcap,
                 backend=self.backend, group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
             )  # fmt: skip
 
@@ -95,21 +109,6 @@ class CausalLoss:
         self.called = True
         self._note(stats, target != ignore_index)
         return loss  # type: ignore[no-any-return]
-
-    def log_probs(self, logits: LazyLogits, target: Tensor, *, delta: float = 1.0, ignore_index: int = -100) -> Tensor:
-        """Of each label, differentiable; 0 where it is ignored. With a delta below 1 minus the loss of each."""
-
-        def work(product: Product) -> Any:
-            return compute(
-                product.hidden, product.weight, target, bias=product.bias, delta=delta, ignore_index=ignore_index,
-                reduction="none", class_weight=None, row_weight=None, softcap=product.softcap, backend=self.backend,
-                group=None, return_stats=True, memory=self.memory, loss_dtype=_loss_dtype(logits),
-            )  # fmt: skip
-
-        loss, stats = logits.judged(work)
-        self.called = True
-        self._note(stats, target != ignore_index)
-        return -loss  # type: ignore[no-any-return]
 
     def _note(self, stats: LinearASStats, counted: Tensor) -> None:
         self.stats, self.counted = stats, counted
@@ -224,6 +223,8 @@ class ModelForward:
         self.active = True
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if TEMPERATURE in options:
+            return self._log_probs(options.pop(TEMPERATURE), options.pop("labels"), options)
         weights = options.pop(WEIGHTS, None)
         labels = args[self.position] if len(args) > self.position else options.get("labels")
         loss, training = self.loss, self.model.training
@@ -234,15 +235,21 @@ class ModelForward:
             raise TypeError(f"labels: expected integers, found {labels.dtype}")
         if weights is not None:
             _checks.each_row(WEIGHTS, weights, labels)
+            weights = weights if training else None  # an evaluation is that of the model without them
         if options.pop("fused_lm_head", False):  # TRL asks for log-probabilities in this way
-            if weights is not None:
-                raise InputError(f"{WEIGHTS}: expected a trainer that takes the model's own loss, found one of TRL")
             from softsieve.integrations.causal_trl import fused_outputs
 
-            return fused_outputs(self, args, options)
+            return fused_outputs(self, args, options, weights)
         with loss.collect(training=training, labels=labels, weights=weights):
             outputs = self.before(*args, **options)
         return outputs if training else _evaluated(outputs, loss.evaluates)
+
+    def _log_probs(self, temperature: float, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Those of the next tokens, made in here: what wraps the model sees parameters that are used, and whole."""
+        self.follow()
+        with self.loss.collect(training=self.model.training):
+            logits: LazyLogits = self.before(**options).logits
+            return self.loss.log_probs(logits[:, :-1] / temperature, labels[:, 1:])
 
     def follow(self) -> None:
         """Be where the model's output layer is now, which PEFT may have replaced, with the adapter that is on."""
@@ -279,6 +286,9 @@ class LayerForward:
             return work(hidden)
         if not self.loss.collecting:
             return self.before(hidden, *args, **options)
+        if args or options:
+            what = ", ".join(options) or f"{1 + len(args)} arguments"
+            raise InputError(f"model: expected an output layer that is given states alone, found {what}")
         _check_shape(self.loss.labels, hidden.shape[:-1])
         kind = hidden.device.type
         casts = torch.is_autocast_enabled(kind)
@@ -373,8 +383,9 @@ def accelerate_loss(
     """Let a language model train without its logits, by AS-Softmax; with ``delta=1.0`` by its own cross-entropy.
 
     The model's forward pass stays its own: shifting of labels, ``num_items_in_batch``, scaling and soft-capping of
-    logits, auxiliary losses. Without labels, in evaluation and in ``generate`` it does what it did. A batch may have
-    ``token_weights``, a number for each label. ``outputs.logits`` is a `LazyLogits` while the model trains with labels.
+    logits, auxiliary losses. Without labels, in evaluation and in ``generate`` it does what it did. In training a
+    batch may have ``token_weights``, a number for each label. ``outputs.logits`` is a `LazyLogits` while the model
+    trains with labels.
 
     Works with PEFT (also LoRA on the output layer), `torch.compile`, gradient checkpointing, DDP and FSDP2. On a
     model that a trainer of TRL has been given, call it after the trainer is made.
@@ -464,7 +475,8 @@ def _compare(model: Any, loss: CausalLoss, dense: float) -> None:
             raise InputError(f"model: expected a loss that needs no logits, found {first_line(error)}") from error
     if not loss.called:
         raise InputError("model: expected a loss of its output layer's logits, found one of something else")
-    bound = max(1e-4, 32 * loss.rounding) * max(1.0, abs(dense))
+    rounded = max(loss.rounding, rounding(check_adapter(layer_of(model)).weight))
+    bound = max(1e-4, 32 * rounded) * max(1.0, abs(dense))
     if math.isfinite(dense) and not abs(ours - dense) <= bound:
         raise InputError(f"model: expected the model's own loss at delta 1, {dense:.6g}, found {ours:.6g}")
     loss._totals = {kind: torch.zeros_like(loss.totals(training=False)) for kind in (True, False)}

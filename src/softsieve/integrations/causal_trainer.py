@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from softsieve.errors import InputError
 from softsieve.integrations.causal_loss import (
+    WEIGHTS,
     CausalLoss,
     SignedForward,
     accelerate_loss,
@@ -106,12 +109,14 @@ class ASLossCallback(TrainerCallback):
                 "label_smoothing_factor: expected 0, found a loss of the trainer's own, which needs logits"
             )
         before = loss_of(model)
-        self._ours = before is None or not before.active  # else it stays when training ends
-        if before is not None and before.active:
-            self._loss = before.loss
-            self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
-        else:
+        if before is None or not before.active:
+            self._ours = True
             self._loss = accelerate_loss(model, self.schedule(0), **self.options, evaluate=self.evaluate)
+            return
+        if before.loss is not self._loss:  # that of a training which was interrupted
+            self._ours = False  # it stays when training ends
+        self._loss = before.loss
+        self._loss.delta, self._loss.evaluates = self.schedule(0), self.evaluate
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loss is not None:
@@ -123,10 +128,7 @@ class ASLossCallback(TrainerCallback):
             raise InputError("ASLossCallback: expected a trainer that takes the model's loss, found one with its own")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._loss is None or logs is None or not ({"loss", "eval_loss"} & logs.keys()):
-            return
-        start = "eval_" if "eval_loss" in logs else ""
-        if start and not self.evaluate:
+        if self._loss is None or logs is None or (start := _start(logs)) is None or (start and not self.evaluate):
             return
         found = {start + name: value for name, value in self._loss.summary(training=not start).items() if name in NAMES}
         logs.update(found)
@@ -140,8 +142,61 @@ class ASLossCallback(TrainerCallback):
                 restore_loss(model)
 
 
-def logged(loss: CausalLoss, accelerator: Any, *, training: bool, start: str = "") -> dict[str, float]:
-    """A summary of all processes since the last call, for the Trainer's log."""
-    totals = loss.totals(training=training).to(accelerator.device, torch.float32)
+class TokenWeightsCollator:
+    """Takes ``token_weights`` of rows along: each goes where another collator puts its label.
+
+    For any Trainer's ``data_collator``. Trainers of TRL drop the column unless ``remove_unused_columns=False``.
+
+    Args:
+        collator: what makes batches of rows without weights. It may pad their ``labels``, on either side, join them and
+            ignore some.
+
+    Raises:
+        InputError: for rows without labels or with another number of weights, and for labels that the collator changes.
+
+    Example:
+        >>> from transformers import DataCollatorWithFlattening
+        >>> collate = TokenWeightsCollator(DataCollatorWithFlattening())
+        >>> row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "token_weights": [0.0, 1.0, 0.5]}
+        >>> collate([row, row])["token_weights"].tolist()
+        [[0.0, 1.0, 0.5, 0.0, 1.0, 0.5]]
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        if not callable(collator):
+            raise TypeError(f"collator: expected what makes a batch of rows, found {type(collator).__name__}")
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        plain = [{name: value for name, value in row.items() if name != WEIGHTS} for row in rows]
+        labels, weights = ([torch.as_tensor(row.get(name, ())) for row in rows] for name in ("labels", WEIGHTS))
+        for own, some in zip(labels, weights, strict=True):
+            if own.shape != some.shape or not len(own):
+                raise InputError(f"{WEIGHTS}: expected one for each of the {len(own)} labels, found {len(some)}")
+        batch = self.collator([dict(row) for row in plain])
+        numbers = torch.split(torch.arange(1, 1 + sum(map(len, labels))), [len(own) for own in labels])
+        numbered = [{**row, "labels": part.tolist()} for row, part in zip(plain, numbers, strict=True)]
+        place = self.collator(numbered)["labels"].clamp_min(0)  # 0 where there is no label of a row
+        every = F.pad(torch.cat(labels), (1, 0), value=-100)
+        found = batch["labels"]
+        if place.shape != found.shape or not bool(((found == -100) | (found == every[place % len(every)])).all()):
+            raise InputError(
+                "collator: expected one that pads or joins the labels of rows, found one that changes them"
+            )
+        batch[WEIGHTS] = F.pad(torch.cat(weights).float(), (1, 0))[place]
+        return batch
+
+
+def _start(logs: dict[str, float]) -> str | None:
+    """With what the names of a log begin: those of training with nothing, of an evaluation as its loss does."""
+    losses = [name for name in logs if name == "loss" or (name.endswith("_loss") and name != "train_loss")]
+    return min(losses, key=len).removesuffix("loss") if losses else None  # a metric's own name is longer
+
+
+def logged(loss: CausalLoss, accelerator: Any, logs: dict[str, float]) -> dict[str, float]:
+    """What a log of a Trainer is given: a summary of all processes since the last one of its kind."""
+    if (start := _start(logs)) is None:
+        return {}
+    totals = loss.totals(training=not start).to(accelerator.device, torch.float32)
     summary = loss.summary(accelerator.reduce(totals, "sum"))
     return {start + name: value for name, value in summary.items() if name in NAMES}

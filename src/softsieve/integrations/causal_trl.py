@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from softsieve import _checks
 from softsieve.errors import InputError
-from softsieve.integrations.causal_loss import WRAPPERS, ModelForward, accelerate_loss, inside, loss_of
+from softsieve.integrations.causal_loss import (
+    TEMPERATURE,
+    WEIGHTS,
+    WRAPPERS,
+    ModelForward,
+    accelerate_loss,
+    inside,
+    loss_of,
+    restore_loss,
+)
 from softsieve.integrations.lazy_logits import LazyLogits
 
 
@@ -25,7 +34,8 @@ def token_log_probs(
         logits = model(input_ids, **inputs).logits[:, :-1] / temperature
         logits.log_softmax(-1).gather(-1, labels[:, 1:, None]).squeeze(-1)
 
-    and 0 where a label is -100. The model may train by `accelerate_loss` or not, and is left as it was.
+    and 0 where a label is -100. The model may train by `accelerate_loss` or not, and is left as it was. Where it does
+    not, each call looks first whether it could.
 
     Args:
         model: a causal language model of Hugging Face or PEFT, also inside DDP or `torch.compile`.
@@ -62,37 +72,37 @@ def token_log_probs(
         )
     _checks.positive("temperature", temperature)
     forward = loss_of(model)
-    if forward is not None and forward.active:
-        return _log_probs(model, forward, input_ids, labels, temperature, inputs)
-    accelerate_loss(model, 1.0, backend=backend)
-    forward = loss_of(model)
-    assert forward is not None  # noqa: S101
+    ours = forward is None or not forward.active
+    if ours:
+        accelerate_loss(model, 1.0, backend=backend)
     try:
-        return _log_probs(model, forward, input_ids, labels, temperature, inputs)
+        asked = {"input_ids": input_ids, "labels": labels, TEMPERATURE: temperature}
+        found: Tensor = model(**{"use_cache": False, **inputs, **asked})
     finally:
-        forward.leave()
+        if ours:
+            restore_loss(model)
+    return found[:, found.shape[1] - (labels.shape[1] - 1) :]  # PEFT may have put a prompt of its own before
 
 
-def _log_probs(
-    model: Any, forward: ModelForward, input_ids: Tensor, labels: Tensor, temperature: float, inputs: dict[str, Any]
-) -> Tensor:
-    forward.follow()
-    with forward.loss.collect(training=True):
-        logits: LazyLogits = model(input_ids=input_ids, **{"use_cache": False, **inputs}).logits
-        return forward.loss.log_probs(logits[:, :-1] / temperature, labels[:, 1:])
-
-
-def fused_outputs(forward: ModelForward, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def fused_outputs(
+    forward: ModelForward, args: tuple[Any, ...], options: dict[str, Any], weights: Tensor | None = None
+) -> Any:
     """What a trainer of TRL gets from ``model(..., labels=labels, fused_lm_head=True)``, also with LoRA on the layer.
 
-    Its log-probabilities are those of the loss: at a delta of 1 the true ones, below it minus AS cross-entropy. A head
-    in float32, or one whose temperature cannot be told, stays that of TRL.
+    Its log-probabilities are those of the loss: at a delta of 1 the true ones, below it minus AS cross-entropy, and
+    multiplied by the ``weights`` of the labels. A head in float32, or one whose temperature cannot be told, stays that
+    of TRL.
+
+    Raises:
+        InputError: for weights that such a head would ignore.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
     from trl.trainer.utils import FusedCausalLMOutput
 
     settings = _trl_settings(forward.own)
     if settings is None or settings["cast_lm_head_to_fp32"]:
+        if weights is not None:
+            raise InputError(f"{WEIGHTS}: expected the loss of softsieve, found a head that stays TRL's, in float32")
         return forward.before(*args, **options, fused_lm_head=True)
     loss = forward.loss
     labels, shifted = options.pop("labels"), options.pop("shift_labels", None)
@@ -105,6 +115,8 @@ def fused_outputs(forward: ModelForward, args: tuple[Any, ...], options: dict[st
         delta = loss.delta if forward.model.training else 1.0
         log_probs = loss.log_probs(logits, shifted, delta=delta)
         entropy = logits.entropy()
+    if weights is not None:
+        log_probs = log_probs * F.pad(weights, (0, 1))[:, 1 : log_probs.shape[1] + 1]
     mask = shifted != -100
     total = -log_probs.sum() / (mask.sum().clamp_min(1) if items is None else items)
     auxiliary = getattr(outputs, "aux_loss", None)

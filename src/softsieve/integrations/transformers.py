@@ -29,7 +29,14 @@ from softsieve import _checks
 from softsieve.errors import InputError, first_line
 from softsieve.integrations.adaptive_head import AdaptiveHead, accelerate_head, collect_queries, restore_head
 from softsieve.integrations.causal_loss import CausalLoss, accelerate_loss, restore_loss
-from softsieve.integrations.causal_trainer import ASLossCallback, by_sequence, is_language_model, logged, loss_in
+from softsieve.integrations.causal_trainer import (
+    ASLossCallback,
+    TokenWeightsCollator,
+    by_sequence,
+    is_language_model,
+    logged,
+    loss_in,
+)
 from softsieve.integrations.causal_trl import token_log_probs
 from softsieve.integrations.deferred_logits import DeferredLogits
 from softsieve.integrations.label_names import mark_multilabel, name_labels
@@ -43,8 +50,8 @@ from softsieve.training.speed import ASSpeed
 
 __all__ = [
     "ASLossCallback", "ASOptions", "ASTrainer", "ASTrainerMixin", "AdaptiveHead", "CausalLoss", "DeferredLogits",
-    "LazyLogits", "accelerate_head", "accelerate_loss", "collect_queries", "restore_head", "restore_loss",
-    "token_log_probs",
+    "LazyLogits", "TokenWeightsCollator", "accelerate_head", "accelerate_loss", "collect_queries", "restore_head",
+    "restore_loss", "token_log_probs",
 ]  # fmt: skip
 
 INDEX = "as_index"  # of a batch: which rows of the data set it holds
@@ -239,13 +246,14 @@ class ASTrainerMixin(Trainer):
             tokens = None if prediction_loss_only else outputs["logits"].argmax(-1)
         return loss.detach().mean(), tokens, None if prediction_loss_only else inputs["labels"]
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        if self._language:
+            loss_in(self.model, 1.0).totals(training=False)  # forget what was predicted since the latest evaluation
+        return super().evaluation_loop(*args, **options)
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         if self._language:
-            evaluated = [name for name in logs if name.endswith("_loss") and name != "train_loss"]
-            if "loss" in logs or evaluated:
-                start = "" if "loss" in logs else evaluated[0].removesuffix("loss")
-                loss = loss_in(self.model, 1.0)
-                logs.update(logged(loss, self.accelerator, training=not start, start=start))
+            logs.update(logged(loss_in(self.model, 1.0), self.accelerator, logs))
         elif "loss" in logs:  # of training
             solved, counted = self.accelerator.reduce(self._unlogged, "sum").tolist()
             self._unlogged = torch.zeros_like(self._unlogged)

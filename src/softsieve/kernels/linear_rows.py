@@ -30,10 +30,12 @@ def block_rows(hidden: Tensor, weight: Tensor, options: Options) -> int:
     """How many rows' logits are to be held at a time; 0 where `kernels.linear` is to do it.
 
     Sums of several blocks are rounded to the dtype of the weight, so that one that is narrower than fp32 must have all
-    rows in one block.
+    rows in one block. In float16 gradients wait for the factor, a scaled loss's: without it most of them would be 0.
     """
     rows, classes = hidden.shape[0], weight.shape[0]  # of which a compiled graph may not know the number
     if not hidden.is_cpu or options.backend != "torch" or options.group or options.reduction == "none":
+        return 0
+    if hidden.dtype == torch.float16:
         return 0
     scratch = SCRATCH * min(ON_CPU, rows * classes * accumulation_dtype(hidden).itemsize)
     most = max(0, options.memory - scratch) // (classes * hidden.element_size())
