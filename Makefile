@@ -46,7 +46,7 @@ test-gpu:
 		tests/integrations/test_vllm_building.py tests/layers/test_sieve_linear.py tests/layers/test_updates.py \
 		tests/kernels/test_cross_entropy_triton.py tests/kernels/test_multilabel_triton.py \
 		tests/kernels/test_linear_multilabel_triton.py \
-		tests/kernels/test_linear_held.py tests/kernels/test_linear_ready.py \
+		tests/kernels/test_linear_held.py tests/kernels/test_linear_ready.py tests/kernels/test_linear_screening.py \
 		tests/losses/test_linear.py tests/losses/test_linear_multilabel.py tests/losses/test_cuda.py \
 		--junit-xml=$(RESULTS)/test-gpu.xml
 	$(PYTHON) -m benchmarks.record_tests $(RESULTS)/test-gpu.xml

@@ -179,7 +179,7 @@ def linear_training(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     out: Annotated[Path, results_option("linear-training")] = Path("linear-training"),
 ) -> None:
-    """A small language model trained through the loss without logits, and through the same loss with them."""
+    """A small language model trained through the loss without logits, the same loss with them, and the dense one."""
     with watched(out) as progress:
         from experiments import linear_training as suite
         from softsieve.tasks.files import read_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from softsieve import LinearASCrossEntropyLoss, linear_as_cross_entropy
 from softsieve.kernels import linear, linear_screening, linear_screening_torch
 from softsieve.kernels.cross_entropy import HAS_TRITON
 from softsieve.kernels.linear_screening import Quantised, make_quantised
-from softsieve.kernels.linear_types import SLACK
+from softsieve.kernels.linear_types import SLACK, Layer, Options, Scan, Targets
 from tests.helpers import IGNORED
 from tests.losses.test_linear import DEVICE, make_case
 
@@ -240,6 +240,120 @@ def test_what_is_called_solved_is_solved(backend: str, monkeypatch: pytest.Monke
     assert count > (5 if backend == "triton" else 100)
 
 
+class Edge(NamedTuple):
+    """A layer whose rows' leads are known in float64."""
+
+    hidden: Tensor
+    weight: Tensor
+    label: Tensor
+    bias: Tensor | None = None
+    cap: float = 0.0
+
+    def leads(self) -> Tensor:
+        x = F.linear(self.hidden.double(), self.weight.double(), None if self.bias is None else self.bias.double())
+        p = (self.cap * torch.tanh(x / self.cap) if self.cap else x).softmax(-1)
+        own = p.gather(1, self.label[:, None]).squeeze(1)
+        return own - p.scatter(1, self.label[:, None], 0).amax(1)
+
+    def screened(self, backend: str, delta: Tensor) -> Tensor:
+        """Which rows are called solved."""
+        bias = None if self.bias is None else self.bias.to(DEVICE)
+        layer = Layer(self.hidden.to(DEVICE), self.weight.to(DEVICE), bias, self.cap)
+        targets = Targets(self.label.to(DEVICE), delta.float().to(DEVICE))
+        return linear_screening._screen(layer, targets, Options(backend=backend, cap=self.cap))[0].cpu()
+
+
+def make_edge(kind: str, seed: int) -> Edge:
+    """Data with which a product in 8 bits, or in 16, is as far off as it can be."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns, classes = 24, 48, 150
+    hidden, weight = (torch.randn(n, columns, generator=generator) for n in (rows, classes))
+    weight *= columns**-0.5
+    label, bias, cap = torch.arange(rows), None, 0.0
+    if kind == "subnormal":  # in 8 bits
+        hidden *= 2.0 ** -torch.arange(columns).mul(0.5).floor()
+    elif kind == "large columns":  # that cancel
+        hidden[:, 0], hidden[:, 1] = 20.0, -20.0
+        weight[:, 1] = weight[:, 0]
+    elif kind == "zeros":
+        weight[40:] = 0
+        hidden *= torch.rand(rows, columns, generator=generator) < 0.3
+        hidden[:3] = 0
+    elif kind == "biased":  # the product is large where the logit is not
+        hidden[:, 0], weight[:, 0], bias = 4.0, 2.0, torch.full((classes,), -8.0)
+    elif kind == "masked":
+        bias = torch.zeros(classes)
+        bias[rows + 10 :] = -math.inf
+    elif kind == "capped":
+        cap = 20.0
+    hidden[:, 2:] += (torch.linspace(0, 1, rows).square()[:, None] * 60 * weight[:rows])[:, 2:]
+    if kind == "tiny and huge":
+        weight, hidden = weight * 2.0**-40, hidden * 2.0**40
+    elif kind == "ties":
+        weight[rows:] = weight[:1]
+    elif kind == "on the grid":  # nothing is rounded but the product, and that for all classes alike
+        hidden = (torch.arange(300) < torch.arange(rows)[:, None] + 257).float()
+        weight = torch.full((200, 300), -(2.0**-5))
+        weight[0], label = 0, torch.zeros(rows, dtype=torch.long)
+    return Edge(hidden, weight, label, bias, cap)
+
+
+EDGES = ["plain", "subnormal", "tiny and huge", "large columns", "zeros", "ties", "biased", "masked", "capped"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [*EDGES, "on the grid"])
+def test_no_row_at_its_edge_is_called_solved(kind: str, backend: str) -> None:
+    """The margin of each row is what it leads by, and a little more."""
+    interpreted = DEVICE == "cpu" and backend == "triton"
+    for seed in range(1 if interpreted else 20):
+        edge = make_edge(kind, seed)
+        leads = edge.leads()
+        for more in (1e-5, 1e-3)[: 1 if interpreted else 2]:
+            assert not edge.screened(backend, (leads + more).clamp(0, 1)).any()
+    assert edge.screened(backend, torch.zeros(len(leads)))[leads > 0].any()  # ahead by any margin at all
+
+
+@pytest.mark.parametrize("around", [-12.0, -3.0, 0.0, 5.0])
+@pytest.mark.parametrize("offset", [0.0, 40.0])
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_rounding_of_products_is_allowed_for(around: float, offset: float, spread: float) -> None:
+    """At worst all logits but the label's have been rounded down, and the label's up, by parts of their products."""
+    generator = torch.Generator().manual_seed(0)
+    rows, classes = 50, 300
+    x = around + spread * torch.randn(rows, classes, generator=generator, dtype=torch.float64)
+    x[:, 0] = torch.linspace(-8, 8, rows)
+    bias = offset * torch.linspace(1, -1, classes)
+    off = 0.95 * torch.finfo(torch.bfloat16).eps * (1 + (x - bias).abs())
+    scanned, exact = (x - off).float(), (x + off)[:, 0].float()
+    top = scanned.amax(1)
+    state = Scan(top, (scanned - top[:, None]).exp().sum(1), scanned[:, 0], scanned[:, 1:].amax(1))
+    none, much = torch.zeros(rows), torch.full((rows,), 1e9)
+    layer = Layer(torch.zeros(rows, 4), torch.zeros(classes, 4), bias if offset else None, 0.0)
+    known = Quantised(none, none, much, none)
+    (_, total, lowest, _), allowance, lse, margin = linear_screening._allow(
+        state, exact, known, torch.tensor([1.0, 0.0]), layer
+    )
+    assert (lowest <= x[:, 0]).all()
+    over_own = (x.logsumexp(1) - x[:, 0]).exp()
+    assert (total * (1 + 1e-6) >= over_own).all()
+    assert (total.log() <= over_own.log() + 2 * SLACK * (2 + x.abs().amax(1) + offset) + 1e-4).all()
+    assert (x[:, 1:] <= scanned[:, 1:] + allowance[:, None] + SLACK * x[:, 1:].abs()).all()
+    p = x.softmax(1)
+    torch.testing.assert_close(lse.double(), x.logsumexp(1), rtol=0, atol=float(off.amax()))
+    torch.testing.assert_close(margin.double(), p[:, 0] - p[:, 1:].amax(1), rtol=0, atol=2 * float(off.amax()))
+
+
+def test_no_row_is_called_solved_for_a_sum_that_lost_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks, each with less than float32 can add to the label's 1."""
+    hidden, weight = torch.ones(2, 1), torch.zeros(70_000, 1)
+    weight[0] = 22
+    edge = Edge(hidden, weight, torch.zeros(2, dtype=torch.long))
+    monkeypatch.setattr(linear_screening, "classes_at_a_time", lambda *_: 128)
+    assert not edge.screened("torch", edge.leads() + 1e-6).any()
+    assert edge.screened("torch", torch.zeros(2)).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_rows_solved_none_solved_and_none_that_count(backend: str) -> None:
     weight = (30 * torch.eye(20, 32, device=DEVICE)).requires_grad_()
@@ -334,7 +448,6 @@ def test_refused() -> None:
 
 
 def test_a_gpu_that_has_no_such_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from softsieve.kernels.linear_types import Options
     from softsieve.losses.linear import check_screening
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

@@ -20,9 +20,15 @@ few large columns cost nothing. These norms are of rows and of classes alone. Wi
 
 the second because the mean of exponentials is at least the exponential of the mean error, weighted by softmax; for that
 ``W`` is ``V``, or less: roundings of different classes are independent, so the second term of ``V`` counts times the
-largest softmax of another class. The label's own logit is exact. Half of `MISSED` for each gives the two ``t``. What
-products round to 16 bits is in `SLACK`. The assumption is that the hash from which roundings come serves as random
-numbers.
+largest softmax of another class. The label's own logit is exact. Half of `MISSED` for each gives the two ``t``. The
+assumption is that the hash from which roundings come serves as random numbers.
+
+**What is not random** has a `SLACK`: the product is rounded to 16 bits, by a part of its size ``|x|``, which is that
+of the logit without its bias. For a single class the bound of its logit and the largest bias say what that is, or
+``|h . w|^2 <= columns |h^2|_1/m |w^2|_m`` if it is less. For a sum of ``n`` exponentials, the largest of them of a
+logit ``r``, it is ``max(r, log(n / sum))``: by Hoelder's inequality the sum of ``exp((1 - e) x)`` over negative ``x``
+is at most ``n^e sum^(1 - e)``. A number that is not 0 has half a step in ``V`` even if it is on the grid, which leaves
+room for what sums inside of a product lose.
 
 What is known of rows that screening solves: their label leads, one class is kept, and log-sum-exp and margin are those
 of the product in 8 bits with the label's exact logit, off by less than the first ``t``.
@@ -42,6 +48,7 @@ from torch import Tensor
 from softsieve.kernels import linear, linear_screening_torch, linear_torch
 from softsieve.kernels.cross_entropy_torch import INF, accumulation_dtype
 from softsieve.kernels.linear_types import (
+    FEWEST,
     MEMORY,
     ON_CPU,
     SLACK,
@@ -57,7 +64,7 @@ from softsieve.kernels.linear_types import (
 
 MISSED = 1e-6  # chance, at most, that a row is called solved that is not
 ALIGNED = 16  # a multiple of which are the columns and classes of a product in 8 bits
-CANCELLED = 2**-20  # what float32 may lose of a sum of exponentials when the label's is taken out of it
+LOST = 2**-24  # of a sum, by each of its roundings in float32
 SEEDS = 0x5EED_0001, 0x5EED_0002  # of the roundings of hidden states and weights
 
 
@@ -67,7 +74,7 @@ class Quantised(NamedTuple):
     values: Tensor  # (rows, columns), e4m3; columns are a multiple of `ALIGNED`, the last ones 0
     scale: Tensor  # (rows,): of the values, a power of 2, so that scaling rounds nothing
     norm: Tensor  # (rows,): norm of the squares of the values, rounded up or as they were
-    error: Tensor  # (rows,): norm of the squares of half a step of the grid, where the rounding was not exact
+    error: Tensor  # (rows,): norm of the squares of half a step of the grid, 0 for numbers that are 0
 
     def part(self, rows: int) -> Quantised:
         """The first rows."""
@@ -130,7 +137,7 @@ def _screen(layer: Layer, targets: Targets, options: Options) -> tuple[Tensor, S
     for chunk in _chunks(layer, hidden, classes, profile, kernels, budget):
         backend.scan(chunk, label, state, marks)
     exact = kernels.own_logits(layer, label)
-    state, allowance, lse, margin = _allow(state, exact, hidden, classes.amax(1), len(layer.weight), layer.cap)
+    state, allowance, lse, margin = _allow(state, exact, hidden, classes.amax(1), layer)
     settled = backend.settle(layer, targets, state, marks, allowance)
     solved = settled.listed & (settled.rivals == 0)
     return solved, _make_saved(settled, targets, exact, lse, margin)
@@ -165,28 +172,37 @@ def _chunks(
 
 
 def _allow(
-    state: Scan, exact: Tensor, hidden: Quantised, norms: Tensor, classes: int, cap: float
+    state: Scan, exact: Tensor, hidden: Quantised, norms: Tensor, layer: Layer
 ) -> tuple[Scan, Tensor, Tensor, Tensor]:
     """What the rows are at worst, by how much others' logits may be larger, and the likely log-sum-exp and margin.
 
     At worst the label's logit is as low, and the sum of the others' exponentials as large, as errors may make them.
     """
+    classes, size = layer.weight.shape
     of_state, of_class = (hidden.error * norms[0]).to(exact.dtype), (hidden.norm * norms[1]).to(exact.dtype)
     reach = ((of_state + of_class) * (2 * math.log(4 * classes / MISSED))).sqrt_()
+    apart: Tensor | float = 0.0  # how far a logit may be from its product, which is what was rounded
+    if layer.bias is not None:
+        products = (size * hidden.norm * norms[0]).sqrt_().to(exact.dtype)
+        apart = torch.minimum(products, layer.bias.abs().amax().to(exact.dtype))
     all_over_own = state.total * (state.top - state.own).exp()
     others = (all_over_own - 1).clamp_(min=0)
     odds = others * (state.own - exact).exp()
     lse = exact + odds.log1p()
     margin = (exact - lse).exp() - (state.rival - lse).exp()
-    if cap:
+    cancelled = LOST * (FEWEST + 2 * classes / FEWEST)
+    least, most = (all_over_own * (1 + sign * cancelled) - 1 for sign in (-1, 1))
+    typical = torch.maximum(state.rival, math.log(classes) - most.log() - state.own)
+    slack = (2 + typical + apart) * (SLACK / 2)
+    if layer.cap:
         spread = reach  # a capped error has not the mean 0
     else:
-        largest = ((state.rival - state.own + 2 * reach).exp() / others).masked_fill_(others == 0, 1).clamp_(max=1)
+        largest = (state.rival - state.own + 2 * (reach + slack)).exp() / least
+        largest = largest.masked_fill_(least <= 0, 1).clamp_(max=1)
         spread = ((of_state + of_class * largest) * (2 * math.log(2 / MISSED))).sqrt_()
-    lowest = exact - (1 + exact.abs()) * (SLACK / 2)
-    above = state.own - lowest + spread + (1 + state.top.abs()) * (SLACK / 2)
-    most = (all_over_own * (1 + CANCELLED) - 1) * above.exp()
-    return Scan(lowest, 1 + most, lowest, state.rival), reach + SLACK, lse, margin
+    lowest = exact - (1 + exact.abs() + apart) * (SLACK / 2)
+    most *= (state.own - lowest + spread + slack).exp()
+    return Scan(lowest, 1 + most, lowest, state.rival), reach + SLACK * (1 + apart), lse, margin
 
 
 def _make_saved(settled: Settled, targets: Targets, own: Tensor, lse: Tensor, margin: Tensor) -> Saved:

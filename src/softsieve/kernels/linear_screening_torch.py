@@ -35,7 +35,7 @@ def quantise(values: Tensor, profile: Tensor, rounded: Any, first: int, seed: in
     up = steps - below > drawn
     rounded.values.zero_()
     rounded.values[:, : x.shape[1]] = ((below + up) * step).copysign_(x).to(rounded.values.dtype)
-    half = torch.where(steps == below, 0, step / 2)
+    half = torch.where(x == 0, 0, step / 2)
     norm = (steps.ceil() * step if grown else size).pow(4) @ profile
     rounded.scale.copy_(scale)
     rounded.norm.copy_(norm.sqrt() * scale.square())

@@ -53,17 +53,15 @@ def _quantise(
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = magnitude >= 0.015625
         steps = magnitude * 512.0  # of the grid below the smallest normal number
-        below = tl.floor(steps)
         code = ((bits + noise) >> 20) - 960  # another bias of the exponent
         code = tl.where(normal, code, tl.floor(steps + noise.to(tl.float32) * 9.5367431640625e-07).to(tl.int32))
         code |= tl.where(x < 0.0, 128, 0)
         tl.store(rounded + row * padded + at, code.to(tl.uint8), mask=at < padded)
-        exact = tl.where(normal, (bits & 0xFFFFF) == 0, steps == below)
         half = tl.where(normal, (bits & 0x7F800000).to(tl.float32, bitcast=True) * 0.0625, 0.0009765625)
-        half = tl.where(exact, 0.0, half)
+        half = tl.where(x == 0.0, 0.0, half)
         if GROWN:
             above = (((bits + 0xFFFFF) >> 20) << 20).to(tl.float32, bitcast=True)
-            magnitude = tl.where(normal, above, tl.where(exact, steps, below + 1.0) * 0.001953125)
+            magnitude = tl.where(normal, above, tl.ceil(steps) * 0.001953125)
         share = tl.load(profile + at, mask=at < size, other=0.0)
         norm += share * (magnitude * magnitude) * (magnitude * magnitude)
         error += share * (half * half) * (half * half)
