@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from softsieve import as_cross_entropy
 from softsieve.training import SolvedSampler
-from softsieve.training.sampler import ABOVE, BANDS, BELOW, LEADING, LOWEST, UNSEEN
+from softsieve.training.sampler import ABOVE, BANDS, BELOW, LEADING, LOWEST, SAFEST, UNSEEN
 from tests.helpers import default_dtype
 from tests.training.helpers import Net, points
 
@@ -165,7 +165,7 @@ def test_flags_climb_a_band_each_time() -> None:
         assert sampler.bands(sampler.margins).tolist() == bands
     for climbed in range(1, BANDS):
         sampler.update(torch.tensor([0]), torch.tensor([True]))
-        assert int(sampler.bands(sampler.margins)[0]) == min(LEADING + climbed, HIGHEST)
+        assert int(sampler.bands(sampler.margins)[0]) == min(LEADING + climbed, LEADING + SAFEST)
 
 
 def test_margins_are_those_of_a_loss_with_another_delta() -> None:
@@ -379,7 +379,8 @@ def test_of_few_rows_rates_are_rough(relapse: float, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["flags", "margins"])
 def test_noisy_data_are_visited_and_clean_data_left_out(by: str) -> None:
-    assert simulate(0.5, 0.01, by=by).visited > 0.85
+    # Margins tell the few apart that hardly relapse.
+    assert simulate(0.5, 0.01, by=by).visited > (0.85 if by == "flags" else 0.75)
     assert simulate(0.0, 0.01, by=by).visited < 0.07  # little more than what is always visited again
     assert simulate(0.0, 0.0, by=by).visited == 1
     shares = [simulate(relapse, 0.02, by=by).visited for relapse in (0.001, 0.01, 0.05, 0.2)]

@@ -134,7 +134,7 @@ class Options:
     skip_solved: bool = _margin("leave out rows that lead safely and screen them again later", False)
     skip_margin: float | None = _margin("lead from which --skip_solved leaves rows out; measured while training")
     skip_after: int | None = _margin("optimizer steps before --skip_solved leaves anything out; 256")
-    tolerance: float | None = _margin("share of wrongly left out rows for --skip_solved; 0.01")
+    tolerance: float | None = _margin("share of wrongly left out rows for --skip_solved; 0.02")
 
     eval_strategy: str | None = _when("steps, epoch (this if not given) or no, which leaves one evaluation at the end")
     eval_steps: int | None = _when("optimizer steps between evaluations; 500", min=1)

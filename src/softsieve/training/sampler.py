@@ -15,7 +15,8 @@ from softsieve import _checks
 # Rows are told apart by their margin when last seen, in bands: not seen yet, below the margin asked for by so much, and
 # above it by such shares of what is missing to 1.
 BELOW = (-0.3, -0.1)
-ABOVE = (0, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+ABOVE = (0, 1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 7 / 8, 15 / 16, 31 / 32)
+SAFEST = ABOVE.index(3 / 4)  # the highest from which on rows are left out; those above it only tell relapses apart
 LOWEST, LEADING = 1, 2 + len(BELOW)  # the first band of rows that were seen, and of those that led
 BANDS = LEADING + len(ABOVE)
 UNSEEN = -2.0  # the margin of a row that was never seen
@@ -83,8 +84,8 @@ class SolvedSampler(Sampler[int]):
     """
 
     def __init__(
-        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.01,
-        recheck: float = 0.05, screen_above: float = 1 / 3, seed: int = 0, num_replicas: int = 1, rank: int = 0,
+        self, num_samples: int, *, margin: float | None = None, delta: float = 0.1, tolerance: float = 0.02,
+        recheck: float = 0.05, screen_above: float = 1 / 2, seed: int = 0, num_replicas: int = 1, rank: int = 0,
     ) -> None:  # fmt: skip
         _checks.whole_number("num_samples", num_samples, 1, 2**40)
         if margin is not None and _checks.number("margin", margin, 0, 1) == 0:
@@ -119,7 +120,7 @@ class SolvedSampler(Sampler[int]):
         first = len(BELOW)
         if self.margin is None and self._screens:
             rates = _falling(_rates(self._slips)[LEADING:], self._slips[0, LEADING:])
-            first += min(int((rates > SLIPS).sum()), len(ABOVE) - 1)
+            first += min(int((rates > SLIPS).sum()), SAFEST)
         return float(self._edges[first])
 
     @property
@@ -188,7 +189,7 @@ class SolvedSampler(Sampler[int]):
             above = 0.0 if delta is None else _checks.number("delta", delta, 0, 1) - self.delta
             above = above if self.margin is None else 0.0  # a margin of one's own stays where it is
             return index, (_checks.row_margins(values.float()) - above).clamp(-1, 1)
-        up = (self.bands(self.margins[index]) + 1).clamp(LEADING, BANDS - 1)
+        up = (self.bands(self.margins[index]) + 1).clamp(LEADING, LEADING + SAFEST)
         return index, torch.where(values.bool(), self._edges[up - LOWEST - 1], -1.0)
 
     def _counted(self, passes: Tensor, bands: Tensor, failed: Tensor) -> Tensor:

@@ -111,9 +111,9 @@ class Settings:
     skip: str = "no"
     skip_margin: float | None = None
     skip_after: int = 256
-    tolerance: float = 0.01
+    tolerance: float = 0.02
     recheck: float = 0.05
-    screen_above: float = 1 / 3
+    screen_above: float = 1 / 2
     eval_steps: int = 0
     save_steps: int | None = 0
     save_total_limit: int = 2
