@@ -20,6 +20,7 @@ from softsieve.heads.cascade import cpu, crossover
 from softsieve.heads.cascade.cpu import CpuCascade, plan_of
 from softsieve.heads.cascade.index import by_columns, lengths, long_previews
 from softsieve.heads.engine import Promise
+from softsieve.kernels import cascade_numba
 
 pytestmark = pytest.mark.filterwarnings("ignore::softsieve.heads.DriftWarning")
 N, D, K = 1300, 256, 3  # of 256 coordinates a tier of 56 is a preview, too
@@ -73,8 +74,10 @@ def test_a_batch_has_the_answers_of_its_queries(kind: str, threads: int) -> None
     assert alone.exact.sum() >= 1
     assert not alone.exact.all()
     answered = ~alone.exact  # an exact product of several queries may round otherwise
+    compiled = list(cascade_numba.ask.signatures)
     for batch in (2, 7, 24):
         together = head.topk(x[:batch], K)
+        assert cascade_numba.ask.signatures == compiled  # they call by its address what answers one query
         for field, one in zip(together, alone, strict=True):
             assert torch.equal(field[answered[:batch]], one[:batch][answered[:batch]])
         torch.testing.assert_close(together.logits, alone.logits[:batch], rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ from softsieve.heads.cascade.cpu import CpuCascade, cheapest, plan_of
 from softsieve.heads.cascade.cpu_trials import Asked, answer_all
 from softsieve.heads.cascade.fit import CascadeCalibration, half_width
 from softsieve.heads.cascade.index import Index
+from softsieve.kernels import base_numba
 from softsieve.kernels.cascade_numba import Found, Plan, Usual
 from softsieve.reference import heads as reference
 from tests.heads.instances import Made, Maker, common, gaussian, heavy_tailed, language, peaked, plausible, right
@@ -117,6 +118,16 @@ def test_the_generator_decides() -> None:
         fits.append([fit_of(head, k)._replace(batch=0) for k in (1, 8)])
     assert fits[0] == fits[1]
     assert fits[0] != fits[2]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_first_calibration_says_that_it_compiles(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_numba, "is_compiled", lambda _: compiled)
+    weight, x = language(600, 32, 200, generator())
+    told: list[str] = []
+    head = AdaptiveSoftmax(weight, delta=DELTA, method="cascade")
+    head.calibrate(x, 1, progress=lambda what, _: told.append(what))
+    assert told.count("compiling kernels, once per machine") == (not compiled)
 
 
 def test_progress_adds_up() -> None:

@@ -141,11 +141,12 @@ class Reader:
 def _product_by_rows(weight: Weight, x: Tensor) -> Tensor:
     """The exact product of some queries (batch, d) with all rows of 16 bits or less, converted number by number."""
     from softsieve.heads.cascade.cpu import one_at_a_time, raw_bits  # these need numba
+    from softsieve.kernels.base_numba import ALONE
     from softsieve.kernels.rows_numba import exact_rows
 
     out = torch.empty(len(x), len(weight), dtype=x.dtype)
     arrays, every, none = raw_bits(weight), torch.arange(len(weight)).int().numpy(), x.new_zeros(0).numpy()
     with one_at_a_time():
         for query, logits in zip(x.contiguous().numpy(), out.numpy(), strict=True):
-            exact_rows(arrays, query, every, none, logits)
+            exact_rows(arrays, query, every, none, logits, ALONE)  # left out, it would be compiled once more
     return out

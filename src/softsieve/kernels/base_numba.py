@@ -1,6 +1,7 @@
 """What the numba kernels are made of: how functions are compiled, and arithmetic that the compiler vectorises.
 
-A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more.
+A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more. What
+`prange` counts with is unsigned, and is made an int64 for the same reason.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import prange, typeof, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from softsieve.kernels.base_numba import BLOCK, jit_fast_stage, jit_parallel_stage, jit_stage, jit_workers, prefetch_row
@@ -31,6 +32,30 @@ def take(typingctx: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def _ask_at(
+    typingctx: Any, address: Any, index: Any, plan: Any, x: Any, extended: Any, scratch: Any, top: Any, logits: Any,
+    dense: Any, ready: Any,
+) -> Any:  # fmt: skip
+    """Call `ask` by its address, which `address_of` gives.
+
+    Called by its name, all of it would be compiled again in every function around the call, of which there are four.
+    """
+    kinds = index, plan, x, extended, scratch, top, logits, dense, ready
+    ask.compile(kinds)
+    found = ask.overloads[kinds].signature.return_type
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = context.call_conv.get_function_type(found, kinds).as_pointer()
+        function = builder.inttoptr(args[0], pointer)
+        status, answer = context.call_conv.call_function(builder, function, found, kinds, args[1:])
+        with cgutils.if_unlikely(builder, status.is_error):
+            context.call_conv.return_status_propagate(builder, status)
+        return answer
+
+    return found(types.int64, *kinds), codegen
 
 
 def numbers_of(plan: Plan) -> Any:
@@ -90,7 +115,7 @@ def _estimate_together(columns: Any, base: Any, y: Any, offsets: Any, estimates:
     for b in prange(columns.shape[0]):
         start, stop = b * BLOCK, min((b + 1) * BLOCK, rows)
         if b + 1 < columns.shape[0]:
-            prefetch_row(columns, b + 1, 0, y.shape[1] * BLOCK)
+            prefetch_row(columns, np.int64(b) + 1, np.int64(0), y.shape[1] * BLOCK)
         for i in range(y.shape[0]):
             values = estimates[i, start:stop]
             _start_block(offsets[i], base[start:stop], values)
@@ -99,8 +124,8 @@ def _estimate_together(columns: Any, base: Any, y: Any, offsets: Any, estimates:
 
 @jit_stage
 def _answer(
-    weight: Any, codes: Any, samples: Any, numbers: Any, x: Any, extended: Any, estimates: Any, floats: Any,
-    marks: Any, rows: Any, exact: Any, tally: Any, top: Any, logits: Any, dense: Any, answer: Any,
+    address: int, weight: Any, codes: Any, samples: Any, numbers: Any, x: Any, extended: Any, estimates: Any,
+    floats: Any, marks: Any, rows: Any, exact: Any, tally: Any, top: Any, logits: Any, dense: Any, answer: Any,
 ) -> None:  # fmt: skip
     """Answer one query by one thread, from estimates that are there."""
     index, plan = Index(weight, *codes, samples), _plan_of(numbers)
@@ -108,19 +133,43 @@ def _answer(
         estimates, floats, marks, rows, exact, tally,
         index.columns.shape[0], index.projection.shape[0], index.probes.size,
     )  # fmt: skip
-    one: Found = ask(index, plan, x, extended, scratch, top, logits, dense, index.previews[plan.first])
+    one: Found = _ask_at(address, index, plan, x, extended, scratch, top, logits, dense, index.previews[plan.first])
     answer[0], answer[1], answer[2], answer[3], answer[4] = one[0], one[1], one[2], one[3], one[4]
     answer[5], answer[6], answer[7], answer[8], answer[9], answer[10] = one[5], one[6], one[7], one[8], one[9], one[10]
 
 
+def address_of(
+    weight: Any, codes: Any, samples: Any, numbers: Any, x: Any, extended: Any, estimates: Any, floats: Any,
+    marks: Any, rows: Any, exact: Any, tally: Any, top: Any, logits: Any, dense: Any,
+) -> int:  # fmt: skip
+    """Return the address of `ask` for arguments of the types that `ask_all` will have; arguments as there.
+
+    They are made here by the functions that make them there, so that their types are the same. Compiles `ask` if it was
+    not before; code that comes from the cache lies elsewhere in every process.
+    """
+    index, plan = Index(weight, *codes, samples), _plan_of.py_func(numbers)
+    scratch = cut_scratch.py_func(
+        estimates[0], floats[0], marks[0], rows[0], exact[0], tally[0],
+        index.columns.shape[0], index.projection.shape[0], index.probes.size,
+    )  # fmt: skip
+    given = index, plan, x[0], extended[0], scratch, top[0], logits[0], dense[0], np.int64(0)
+    kinds = tuple(map(typeof, given))
+    ask.compile(kinds)
+    compiled = ask.overloads[kinds]
+    place: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return place
+
+
 @jit_workers
 def ask_all(
-    weight: Any, codes: Any, samples: Any, numbers: Any, x: Any, extended: Any, estimates: Any, floats: Any,
-    marks: Any, rows: Any, exact: Any, tally: Any, top: Any, logits: Any, dense: Any, answers: Any, taken: Any,
+    address: int, weight: Any, codes: Any, samples: Any, numbers: Any, x: Any, extended: Any, estimates: Any,
+    floats: Any, marks: Any, rows: Any, exact: Any, tally: Any, top: Any, logits: Any, dense: Any, answers: Any,
+    taken: Any,
 ) -> None:  # fmt: skip
     """Answer queries as `ask` does each of them.
 
     Args:
+        address: of `ask` for arguments of these types, see `address_of`.
         weight, codes, samples: the first, the middle and the last of what `Index` has.
         numbers: the plan, see `numbers_of`.
         x, extended: the queries. (batch, d) and (batch, d [+ 1])
@@ -143,6 +192,6 @@ def ask_all(
             if i >= batch:
                 break
             _answer(
-                weight, codes, samples, numbers, x[i], extended[i], estimates[i], floats[thread], marks[thread],
-                rows[thread], exact[thread], tally[thread], top[i], logits[i], dense[i], answers[i],
+                address, weight, codes, samples, numbers, x[i], extended[i], estimates[i], floats[thread],
+                marks[thread], rows[thread], exact[thread], tally[thread], top[i], logits[i], dense[i], answers[i],
             )  # fmt: skip

@@ -179,7 +179,7 @@ def _estimate_block(
     for j in range(known, y.size, COLUMNS):
         some = slice(j, min(j + COLUMNS, y.size))
         for column in range(some.start, some.stop):
-            prefetch_row(following, column, 0, BLOCK)
+            prefetch_row(following, column, np.int64(0), np.int64(BLOCK))
         add_columns(own[some], y[some], values)
     largest = largest_of(values)
     total, corrected = sum_exponentials(values, spreads, errors, largest)
@@ -206,8 +206,9 @@ def estimate_rows(
         for b in prange(totals.size):
             start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
             largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
-                columns, b, known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
-            )
+                columns, np.int64(b), known, spreads[start:stop], base[start:stop], y, offset, errors,
+                estimates[start:stop],
+            )  # fmt: skip
 
 
 @jit_stage
@@ -301,7 +302,7 @@ def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, u
             total += _count_block(b, estimates, spreads, errors, threshold, upper)
     else:
         for b in prange(upper.size):
-            total += _count_block(b, estimates, spreads, errors, threshold, upper)
+            total += _count_block(np.int64(b), estimates, spreads, errors, threshold, upper)
     return total
 
 
@@ -359,11 +360,11 @@ def select_rows(
     """
     if CHOICE * all_spreads.size <= alone:
         return _select_part(
-            0, upper.size, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
+            np.int64(0), upper.size, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
         )
     share, counts = -(-upper.size // PARTS), np.zeros(PARTS, np.int64)
     for part in prange(PARTS):
-        first, last = part * share, min((part + 1) * share, upper.size)
+        first, last = np.int64(part) * share, min((np.int64(part) + 1) * share, upper.size)
         if first < last:
             counts[part] = _select_part(
                 first, last, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads

@@ -92,17 +92,19 @@ def _some_plain_rows(weight: Any, x: Any, rows: Any, first: int, last: int, out:
     ahead = max(1, AHEAD // size)
     for r in range(first, last):
         if r + ahead < rows.size:
-            prefetch_row(weight, rows[r + ahead], 0, size)
+            prefetch_row(weight, rows[r + ahead], np.int64(0), size)
         out[r] = exact_row(weight[rows[r]], x)
 
 
 @jit_parallel_stage
 def _plain_rows(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
     if rows.size * x.size <= alone:
-        _some_plain_rows(weight, x, rows, 0, rows.size, out)
+        _some_plain_rows(weight, x, rows, np.int64(0), rows.size, out)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            _some_plain_rows(weight, x, rows, number * TOGETHER, min((number + 1) * TOGETHER, rows.size), out)
+            _some_plain_rows(
+                weight, x, rows, np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size), out
+            )
 
 
 @jit_fast_stage
@@ -113,8 +115,8 @@ def _some_quantised_rows(
     ahead = max(1, AHEAD // size)
     for r in range(first, last):
         if r + ahead < rows.size:
-            prefetch_row(codes, rows[r + ahead], 0, size)
-            prefetch_row(scales, rows[r + ahead], 0, scales.shape[1] * scales.itemsize)
+            prefetch_row(codes, rows[r + ahead], np.int64(0), size)
+            prefetch_row(scales, rows[r + ahead], np.int64(0), scales.shape[1] * scales.itemsize)
         row, scale = codes[rows[r]], scales[rows[r]]
         out[r] = _digit_row(row, scale, levels, x) if levels.size else _code_row(row, scale, x)
         if sums.size:
@@ -127,10 +129,10 @@ def _quantised_rows(
 ) -> None:
     sums = _group_sums(x, minimums.shape[1])
     if rows.size * x.size <= alone:
-        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, 0, rows.size, out)
+        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, np.int64(0), rows.size, out)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            first, last = number * TOGETHER, min((number + 1) * TOGETHER, rows.size)
+            first, last = np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size)
             _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, first, last, out)
 
 

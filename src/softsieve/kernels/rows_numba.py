@@ -96,8 +96,8 @@ def add_codes(
     start = SPREADS + low if low else 0
     part = y[start : SPREADS + high]
     if rows.size * (high - low) <= alone:
-        _add_some(records, tier, part, rows, 0, rows.size, start, out, spreads)
+        _add_some(records, tier, part, rows, np.int64(0), rows.size, start, out, spreads)
     else:
         for number in prange(-(-rows.size // TOGETHER)):
-            first, last = number * TOGETHER, min((number + 1) * TOGETHER, rows.size)
+            first, last = np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size)
             _add_some(records, tier, part, rows, first, last, start, out, spreads)

@@ -79,6 +79,7 @@ class CpuCascade(Cascade):
             raw_bits(weight[index.probes[:SAMPLES]]),
         )
         self._ask = kernels.ask
+        self._address: int | None = None  # of its compiled code, once several queries share a pass
         self._local = threading.local()
 
     def _arrays_for(self, plans: Sequence[kernels.Plan]) -> kernels.Index:
@@ -159,7 +160,7 @@ class CpuCascade(Cascade):
         All logits are written to ``everywhere``, if that is an array (batch, n); those of each query's finalists are
         appended to ``finalists``, if that is a list.
         """
-        batch, x = len(queries), queries.numpy()
+        batch, x = len(queries), np.ascontiguousarray(queries.numpy())
         coded = indexes.extend(queries, self.layer.beta).numpy() if self._bias_is_coded else x
         rows, logits = np.zeros((batch, plan.k), np.int64), np.zeros((batch, plan.k), self._kind)
         if everywhere is None:
@@ -194,12 +195,15 @@ class CpuCascade(Cascade):
         self, arrays: kernels.Index, plan: kernels.Plan, x: Any, coded: Any,
         rows: Any, logits: Any, everywhere: Any, answers: Any,
     ) -> None:  # fmt: skip
-        from softsieve.kernels.batch_numba import ask_all, numbers_of
+        from softsieve.kernels.batch_numba import address_of, ask_all, numbers_of
 
-        ask_all(
-            arrays.weight, arrays[1:-1], arrays.samples, numbers_of(plan), x, coded,
-            *self._shared_memory(len(x)), rows, logits, everywhere, answers, np.zeros(1, np.int64),
+        given = (
+            arrays.weight, arrays[1:-1], arrays.samples, numbers_of(plan), x, coded, *self._shared_memory(len(x)),
+            rows, logits, everywhere,
         )  # fmt: skip
+        if self._address is None:
+            self._address = address_of(*given)
+        ask_all(self._address, *given, answers, np.zeros(1, np.int64))
 
     def _shared_memory(self, batch: int) -> tuple[Any, ...]:
         """Memory for queries that share a pass: estimates of each, and what each thread of the kernel needs."""
