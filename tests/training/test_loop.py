@@ -230,7 +230,8 @@ def test_nothing_is_left_out_before_so_many_steps(monkeypatch: pytest.MonkeyPatc
         return list(taken), result
 
     plain, _ = steps()
-    ends = {after: steps(skip="solved", skip_after=after, eval_batch_size=16) for after in (0, 40, 65)}
+    policy: dict[str, Any] = {"skip": "solved", "eval_batch_size": 16, "screen_above": 1 / 3}
+    ends = {after: steps(skip_after=after, **policy) for after in (0, 40, 65)}
     assert len(plain) == len(ends[65][0]) == 65
     for after, (rows, _) in ends.items():
         assert all(torch.equal(one, other) for one, other in zip(plain[:after], rows[:after], strict=True))
