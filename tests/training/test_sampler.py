@@ -377,6 +377,18 @@ def test_of_few_rows_rates_are_rough(relapse: float, by: str) -> None:
     assert simulate(relapse, 0.01, by=by, rows=2000).missed <= 2.25 * 0.01
 
 
+def test_rows_that_hardly_relapse_are_told_apart_from_others_that_lead_far() -> None:
+    """Both lead by three quarters of what is missing to 1. Half never relapse, of the others three in ten do."""
+    sampler, generator = SolvedSampler(4000, tolerance=0.01), torch.Generator().manual_seed(0)
+    safe = torch.arange(4000) % 2 == 0
+    for _ in range(8):
+        relapsed = ~safe & (torch.rand(4000, generator=generator) < 0.3)
+        visit(sampler, torch.where(safe, 0.99, torch.where(relapsed, 0.0, 0.8)))
+    plan = sampler.next_epoch()
+    assert int(safe[plan].sum()) < 0.1 * 2000
+    assert int((~safe)[plan].sum()) > 0.9 * 2000
+
+
 @pytest.mark.parametrize("by", ["flags", "margins"])
 def test_noisy_data_are_visited_and_clean_data_left_out(by: str) -> None:
     # Margins tell the few apart that hardly relapse.

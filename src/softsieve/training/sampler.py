@@ -54,7 +54,7 @@ class SolvedSampler(Sampler[int]):
             above it with 20,000 rows, and to 2.2 times as high with 2,000.
         recheck: share of the rows left out that is always visited again, in (0, 1].
         screen_above: chance of being left out above which a row is worth a forward pass of its own, in [0, 1]; 0: any.
-            A forward pass is about a third of a training pass.
+            A forward pass is about a third of a training pass, and an open row is trained on all the same.
         seed: of the random order; the same on all ranks.
         num_replicas, rank: as in ``torch.utils.data.DistributedSampler``.
 
