@@ -699,7 +699,7 @@ def calibration(
     seed: Seed = 0,
     out: Record = None,
 ) -> None:
-    """Seconds to build, calibrate and open a made-up head, and how often it is right then."""
+    """Seconds to build, calibrate and open a made-up head, what it takes of a process, and how often it is right."""
     from benchmarks import calibration as suite
 
     sizes = [_sizes(one, "151936x1536") for one in shape]
@@ -724,6 +724,8 @@ def calibration(
         "calibrate s": lambda r: f"{r.calibrate_s:.1f}",
         "together": lambda r: f"{r.whole_s:.1f}",
         "open s": lambda r: f"{r.open_s:.2f}",
+        "file MB": lambda r: f"{r.file_mb:.0f}",
+        "MB a process": lambda r: f"{r.process_mb:.1f}",
         "right, by k": shares("right"),
         "read, by k": shares("read"),
     }

@@ -21,6 +21,8 @@ def test_a_small_head_is_measured_and_recorded(tmp_path: Path) -> None:
     assert row["whole_s"] >= max(row["build_s"], row["calibrate_s"])
     assert row["right"].keys() == row["read"].keys() == {"1", "8"}
     assert min(row["right"].values()) > 0.85
+    assert 0 < row["file_mb"] < 2
+    assert not row["process_mb"] > 20  # not a number where no system says it
     assert record["settings"]["compile_s"] > 0
 
 

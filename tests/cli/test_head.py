@@ -158,11 +158,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     write_head(path, made_up(), notes={})
     before = path.read_bytes()
 
-    def full_disk(tensors: Any, part: Path, metadata: Any) -> None:
+    def full_disk(part: Path, tensors: Any, metadata: Any) -> None:
         Path(part).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(head_file, "save_file", full_disk)
+    monkeypatch.setattr(head_file, "write_aligned", full_disk)
     with pytest.raises(InputError, match=r"h.safetensors: cannot be written .*No space left"):
         write_head(path, made_up(), notes={})
     assert path.read_bytes() == before

@@ -330,11 +330,11 @@ def test_a_full_disk(
 ) -> None:
     build()
 
-    def full(tensors: Any, part: Path, metadata: Any) -> None:
+    def full(part: Path, tensors: Any, metadata: Any) -> None:
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_file, "save_file", full)
+    monkeypatch.setattr(index_file, "write_aligned", full)
     if command == "build":
         fails(tmp_path, "No space left", "build", "w.npy", "--queries", "q.npy", "--out", "i.safetensors")
     else:

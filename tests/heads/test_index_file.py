@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from softsieve import AdaptiveSoftmax
 from softsieve.errors import InputError
 from softsieve.heads import index_file
+from softsieve.heads.engine import State
 from tests.heads.instances import peaked
 
 
@@ -157,11 +158,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     head.save(path)
     before = path.read_bytes()
 
-    def full(tensors: object, part: Path, metadata: object) -> None:
+    def full(part: Path, tensors: object, metadata: object) -> None:
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_file, "save_file", full)
+    monkeypatch.setattr(index_file, "write_aligned", full)
     with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
         head.save(path)
     assert path.read_bytes() == before
@@ -189,3 +190,40 @@ def test_metadata_is_plain(tmp_path: Path) -> None:
     _, settings = index_file.read(tmp_path / "head")
     assert json.loads(json.dumps(settings)) == settings
     assert settings["calibrations"] == {"3": 55}
+
+
+def addresses(path: Path) -> list[range]:
+    """Where a file is mapped into the memory of this process."""
+    spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return [range(*(int(end, 16) for end in span[0].split("-"))) for span in spans]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says which memory is a file's")
+def test_processes_share_the_memory_of_a_file(tmp_path: Path) -> None:
+    """Weight and records of an index are read where the file is mapped, each row in whole cache lines."""
+    weight, x = peaked(3000, 192, 700, torch.Generator().manual_seed(0))
+    head = AdaptiveSoftmax(weight.to(torch.bfloat16), delta=0.1, method="cascade")
+    head.calibrate(x[5:], 3)
+    head.save(tmp_path / "head")
+    again = AdaptiveSoftmax.load(tmp_path / "head")
+    tensors = {"weight": again.weight, "records": again._engine.index.records}  # type: ignore[union-attr]
+    for name, value in tensors.items():
+        assert value.data_ptr() % 64 == 0, name
+        assert any(value.data_ptr() in span for span in addresses(tmp_path / "head")), name
+    for first, second in zip(head.topk(x[:5], 3), again.topk(x[:5], 3), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_records_that_begin_within_a_line_are_copied(tmp_path: Path) -> None:
+    """As those of files that earlier versions wrote."""
+    head, x = made(method="cascade")
+    head.save(tmp_path / "head")
+    tensors, settings = index_file.read(tmp_path / "head")
+    odd = {"a": torch.zeros(1, dtype=torch.int8), **tensors}  # sorted before the records by the library
+    save_file(odd, tmp_path / "odd", {"format": "softsieve.head"})
+    records = load_file(tmp_path / "odd")["index.records"]
+    assert records.data_ptr() % 64
+    again = AdaptiveSoftmax._from_state(State({**tensors, "index.records": records}, settings))
+    assert again._engine.index.records.data_ptr() % 64 == 0  # type: ignore[union-attr]
+    for first, second in zip(head.topk(x, 3), again.topk(x, 3), strict=True):
+        assert torch.equal(first, second)

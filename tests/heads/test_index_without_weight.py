@@ -132,11 +132,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     head.save(tmp_path / "head", weight=False)
     before = (tmp_path / "head").read_bytes()
 
-    def full(tensors: object, part: Path, metadata: object) -> None:
+    def full(part: Path, tensors: object, metadata: object) -> None:
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_file, "save_file", full)
+    monkeypatch.setattr(index_file, "write_aligned", full)
     with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
         head.save(tmp_path / "head", weight=False)
     assert (tmp_path / "head").read_bytes() == before

@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from softsieve import _digests
 from softsieve._files import replacing
-from softsieve._safetensors import opened
+from softsieve._safetensors import opened, write_aligned
 from softsieve.errors import InputError, first_line
 
 FORMAT = "softsieve.head"
@@ -33,8 +31,8 @@ def write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> N
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, part, metadata)
-    except (OSError, RuntimeError, SafetensorError) as error:
+            write_aligned(part, tensors, metadata)
+    except (OSError, RuntimeError) as error:
         raise InputError(f"{path}: cannot be written: {first_line(error)}") from error
 
 

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from softsieve import __version__, _digests
 from softsieve._files import replacing
-from softsieve._safetensors import read_tensors
+from softsieve._safetensors import read_tensors, write_aligned
 from softsieve.errors import InputError, first_line, listed
 from softsieve.integrations.gguf_file import SUFFIX, read_gguf_weight
 from softsieve.integrations.hidden_states import Corpus, Head
@@ -36,8 +34,8 @@ def write_head(path: Path, head: Head, *, notes: Mapping[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
-            save_file(tensors, part, metadata={**facts, **_digests.noted({**tensors, **_named(facts)})})
-    except (OSError, SafetensorError) as error:
+            write_aligned(part, tensors, {**facts, **_digests.noted({**tensors, **_named(facts)})})
+    except OSError as error:
         raise InputError(f"{path}: cannot be written ({first_line(error)})") from error
 
 
