@@ -150,13 +150,15 @@ def as_cross_entropy(
 
     Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
     """
-    _checks.logits(logits)
-    _checks.target(target, logits)
-    _checks.class_last(logits)
+    if not _checks.usual(logits, target):
+        _checks.logits(logits)
+        _checks.target(target, logits)
+        _checks.class_last(logits)
     delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
-    _checks.weight(weight, logits)
+    if weight is not None:
+        _checks.weight(weight, logits)
     x, t = logits, target if target.dtype is torch.int64 else target.long()
     if logits.ndim != 2:
         x, t = logits.reshape(-1, logits.shape[-1]), t.reshape(-1)
