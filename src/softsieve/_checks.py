@@ -186,6 +186,24 @@ def target(value: Tensor, like: Tensor, *, multilabel: bool = False, name: str =
     _same_device("target", value, like, f"the {name} are")
 
 
+def usual(logits: Tensor, target: Tensor) -> bool:
+    """Whether they are what nearly all calls give and nothing is wrong with: rows of logits, an int64 label for each.
+
+    Asked before `logits`, `target` and `class_last`, which take longer than a small kernel.
+    """
+    return (
+        type(logits) is type(target) is Tensor
+        and logits.ndim == 2
+        and target.ndim == 1
+        and len(target) == len(logits)
+        and target.dtype is torch.int64
+        and logits.dtype in _FLOATING
+        and logits.layout is target.layout is torch.strided
+        and logits.device == target.device
+        and logits.numel() > 0
+    )
+
+
 def class_numbers(value: Tensor, hidden: Tensor) -> None:
     """Refuse what are not integers (..., labels) for hidden states (..., d); 0/1 flags have another dtype or shape."""
     tensor("labels", value)

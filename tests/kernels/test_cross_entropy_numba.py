@@ -47,12 +47,12 @@ def test_numbers_and_gradients_are_those_of_plain_torch(
     weight = torch.rand(shape[1]) + 0.1 if weighted else None
     options = target, weight, delta, IGNORED, reduction
     truth = plain.forward(logits, *options)
-    loss, numbers = loops.forward(logits, *options)
-    for name, ours, theirs in zip(NAMES, ops._split(loss, numbers), truth, strict=True):
+    loss, numbers, work = loops.forward_numbers(logits, *options)
+    for name, ours, theirs in zip(NAMES, (loss, *ops._split(numbers, *work)), truth, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6, msg=name)
     upstream = torch.rand(truth[0].shape) + 0.5
-    ours = loops.backward(upstream, logits, target, numbers)
+    ours = loops.backward_numbers(upstream, logits, target, numbers, work, torch.empty_like(logits))
     _, threshold, kept, lse, norm, share, _ = truth
     theirs = plain.backward(upstream * share, logits, target, threshold, kept, lse, norm)
     torch.testing.assert_close(ours, theirs, rtol=max(2e-5, torch.finfo(dtype).eps), atol=1e-6)
@@ -130,6 +130,63 @@ def test_transforms_of_torch_func_take_gradients_of_fp32() -> None:
     found = torch.func.grad(lambda x: as_cross_entropy(x, target))(logits)
     x = logits.clone().requires_grad_()
     assert torch.equal(found, torch.autograd.grad(as_cross_entropy(x, target), x)[0])
+
+
+def test_a_tensor_that_is_left_of_a_transform_is_as_any_other() -> None:
+    logits, target, left = torch.randn(12, 5), torch.randint(5, (12,)), []
+
+    def leak(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.sum()
+
+    torch.func.grad(leak)(logits)
+    assert torch.equal(as_cross_entropy(left[0], target), as_cross_entropy(logits, target))
+
+
+@pytest.mark.parametrize("changed", ["logits", "target", "lse"])
+def test_what_backward_reads_may_not_change_before(changed: str) -> None:
+    leaf, target = torch.randn(12, 5, requires_grad=True), torch.randint(5, (12,))
+    logits = leaf * 2
+    loss, stats = as_cross_entropy(logits, target, return_stats=True)
+    {"logits": logits, "target": target, "lse": stats.lse}[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_logits_say_where_the_loss_is_whatever_the_default_device() -> None:
+    logits, target = torch.randn(12, 5), torch.randint(5, (12,))
+    expected = as_cross_entropy(logits, target)
+    with torch.device("meta"):
+        loss = as_cross_entropy(logits, target)
+    assert torch.equal(loss, expected)
+
+
+def test_backward_may_run_again() -> None:
+    logits, target = torch.randn(12, 5, requires_grad=True), torch.randint(5, (12,))
+    loss = as_cross_entropy(logits, target)
+    once, again = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+
+
+def test_labels_out_of_range_are_refused_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "BLOCK", 50)
+    target = torch.randint(5, (40,))
+    target[33] = 5
+    for small in (loops.SMALL, 0):
+        monkeypatch.setattr(loops, "SMALL", small)
+        for weight in (None, torch.rand(5)):
+            for reduction in ("none", "mean", "sum"):
+                with pytest.raises(ValueError, match="labels in"):
+                    as_cross_entropy(torch.randn(40, 5), target, weight=weight, reduction=reduction)
+
+
+def test_a_weight_that_adds_up_to_nothing_divides_by_one() -> None:
+    logits, target = torch.randn(2, 3), torch.tensor([0, 1])
+    losses = as_cross_entropy(logits, target, delta=1, reduction="none")
+    for weight in (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, -1.0, 0.0]), torch.tensor([-1.0, 0.0, 0.0])):
+        parts = weight[:2].sum() or 1.0
+        mean = as_cross_entropy(logits, target, delta=1, weight=weight)
+        torch.testing.assert_close(mean, (losses * weight[:2]).sum() / parts)
 
 
 def test_without_numba_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

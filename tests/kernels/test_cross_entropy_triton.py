@@ -12,7 +12,7 @@ from tests.helpers import distance_to_margin, make
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from softsieve.kernels import cross_entropy_torch, cross_entropy_triton
+from softsieve.kernels import cross_entropy, cross_entropy_torch, cross_entropy_triton
 from softsieve.kernels.cross_entropy_triton import backward, forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +58,34 @@ def test_agrees_with_torch(shape: tuple[int, int], delta: float, dtype: torch.dt
             assert a.dtype == b.dtype
             if name != "norm":
                 torch.testing.assert_close(a, b, **TOLERANCE[dtype], msg=f"{name} differs: {a} {b}")
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_function_of_eager_mode_is_that_of_torch(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss, constants and both derivatives; the rest of it is the same for the loops of a CPU."""
+    logits, target = make(37, 23)
+    clear = (distance_to_margin(logits, target, 0.1) > 1e-6).all(-1)
+    target, weight = target.where(clear, -100).to(DEVICE), torch.rand(23).to(DEVICE)
+    results = []
+    for narrow in (True, False):
+        x = logits.to(DEVICE, torch.float32 if narrow else torch.float64).requires_grad_()
+        monkeypatch.setattr(cross_entropy, "uses_numba", lambda _: False)
+        monkeypatch.setattr(cross_entropy, "uses_triton", lambda logits: logits.dtype == torch.float32)
+        each = weight.to(x.dtype)
+        loss, *constants = cross_entropy.as_cross_entropy(x, target, each, 0.1, -100, reduction)
+        alone = cross_entropy.as_cross_entropy_loss(x, target, each, 0.1, -100, reduction)
+        assert torch.equal(alone, loss)
+        (grad,) = torch.autograd.grad(alone.sum(), x)
+        (slope,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope.square().sum(), x)
+        results.append([part.double() for part in (loss, *constants, grad, slope, second)])
+    for name, ours, truth in zip(
+        ("loss", "threshold", "kept", "lse", "norm", "share", "margin", "grad", "slope", "second"),
+        *results,
+        strict=True,
+    ):
+        if name != "norm":
+            torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("classes", [65, 128, 129, 300])

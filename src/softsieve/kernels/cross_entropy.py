@@ -10,8 +10,8 @@ so the target and its ties are kept whatever the rounding. A NaN makes its row d
 The kernels are in `cross_entropy_torch` (any device and dtype), `cross_entropy_numba` (CPU, fp32 and narrower) and
 `cross_entropy_triton` (CUDA, the same). They are reached in two ways, with the same derivatives: as registered custom
 ops by compiled graphs and tensor subclasses, and by an autograd.Function in eager mode, where the way through the
-dispatcher costs more than the work. For each of the compiled kernels that Function is one of its own, which hands on
-one tensor instead of six: a small batch takes no longer than a few of torch's calls.
+dispatcher costs more than the work. Compiled kernels have a Function of their own, which hands on one tensor instead of
+six: a small batch takes little longer than the few calls to torch in it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from softsieve.kernels import cross_entropy_torch
 from softsieve.kernels.cross_entropy_torch import accumulation_dtype
@@ -32,6 +34,7 @@ from softsieve.kernels.cross_entropy_torch import accumulation_dtype
 INF = float("inf")
 HAS_NUMBA = find_spec("numba") is not None
 HAS_TRITON = find_spec("triton") is not None
+PLAIN = (Tensor, nn.Parameter)
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -62,19 +65,19 @@ def check_on_device(valid: Tensor, classes: int, ignore_index: int) -> None:
     torch._assert_async(valid, f"target: expected labels in [0, {classes}) or {ignore_index}")
 
 
-def _split(loss: Tensor, numbers: Tensor) -> Outputs:
-    """What `cross_entropy_numba` knows of the rows, one by one."""
-    threshold, kept, lse, norm, share, margin, _ = numbers.unbind()
-    return loss, threshold, kept.long(), lse, norm, share, margin
+def _split(numbers: Tensor, parts: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What compiled kernels know of the rows, one by one, shares as they are in the loss."""
+    threshold, kept, lse, norm, share, margin, *_ = numbers.unbind()
+    return threshold, kept.long(), lse, norm, share / parts, margin
 
 
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
 ) -> Outputs:
     if uses_numba(logits):
-        loss, numbers = _loops().forward(logits, target, weight, delta, ignore_index, reduction)
-        loss, *parts = _split(loss, numbers)
-        return loss, *(part.clone() for part in parts)  # type: ignore[return-value]  # an op's outputs share no memory
+        loss, numbers, (parts,) = _loops().forward_numbers(logits, target, weight, delta, ignore_index, reduction)
+        constants = (part.clone() for part in _split(numbers, parts))  # an op's outputs share no memory
+        return loss, *constants
     if not uses_triton(logits):
         return cross_entropy_torch.forward(logits, target, weight, delta, ignore_index, reduction)
     outputs: Outputs
@@ -88,7 +91,8 @@ def _backward(
 ) -> Tensor:
     if uses_numba(logits):
         numbers = torch.stack((threshold, kept.float(), lse, norm, torch.ones_like(norm)))
-        grad: Tensor = _loops().backward(grad_rows, logits, target, numbers)
+        empty = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad: Tensor = _loops().backward_numbers(grad_rows, logits, target, numbers, (1.0,), empty)
         return grad
     if not uses_triton(logits):
         return cross_entropy_torch.backward(grad_rows, logits, target, threshold, kept, lse, norm)
@@ -132,7 +136,7 @@ def _(
 
 def needs_op(logits: Tensor) -> bool:
     """Whether to go through the registered op: in a compiled graph, and for a subclass of Tensor."""
-    return torch.compiler.is_compiling() or type(logits) not in (Tensor, nn.Parameter)
+    return torch.compiler.is_compiling() or type(logits) not in PLAIN
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -197,7 +201,7 @@ def differentiable(forward: Callable[..., Any], save: Callable[..., None], backw
     transformable = function(forward=forward, setup_context=save, backward=backward)
 
     def apply(*inputs: Any) -> Any:
-        return (transformable if torch._C._are_functorch_transforms_active() else plain)(*inputs)
+        return (transformable if transforms_active() else plain)(*inputs)
 
     return apply
 
@@ -206,97 +210,72 @@ _apply_forward = differentiable(_forward, _save, _differentiate)
 _apply_backward = differentiable(_backward, _save_again, _differentiate_again)
 
 
-# On a CPU by the compiled loops: one tensor of numbers is handed on, not six.
+# By compiled kernels. The time of a small batch is that of Python here, so the Function has few arguments and one
+# output, and leaves one tensor for backward beside its inputs.
 
 
-def _forward_numbers(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    loss, numbers = _loops().forward(logits, *options)
-    return loss, numbers
-
-
-def _save_numbers(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_numbers(
-    ctx: Any, grad_loss: Tensor | None, _: Any
-) -> tuple[Tensor | None, None, None, None, None, None]:
-    if grad_loss is None:
-        return None, None, None, None, None, None
-    logits, target, numbers = ctx.saved_tensors
-    if torch.is_grad_enabled():  # somebody wants the second derivative
-        threshold, kept, lse, norm, share, *_ = numbers.unbind()
-        grad = _apply_backward(grad_loss * share, logits, target, threshold, kept, lse, norm)
-    else:
-        grad = _loops().backward(grad_loss, logits, target, numbers)
-    return grad, None, None, None, None, None
-
-
-_apply_loops = differentiable(_forward_numbers, _save_numbers, _differentiate_numbers)
-
-
-# On a GPU by the Triton kernels: one launch forward, one backward. The time of a small batch is that of Python here, so
-# the Function has few arguments and one output, and what it leaves for backward is no tensor that torch must watch.
-
-
-class _Launched(torch.autograd.Function):
+class _ByKernels(torch.autograd.Function):
     """The loss; ``known`` gets the numbers of the rows and what the losses were divided by, if it is a list."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: tuple[Any, ...], known: list[Tensor] | None) -> Tensor:
-        launches = _launches()
-        target, _, _, ignore_index, _ = options
-        loss, numbers, work = launches.forward_numbers(logits, *options)
-        check_on_device(work[launches.VALID], logits.shape[1], ignore_index)
-        ctx.save_for_backward(logits, target)
-        ctx.known = launches, numbers, work
+    def forward(ctx: Any, logits: Tensor, kernels: Any, options: tuple[Any, ...], known: list[Any] | None) -> Tensor:
+        loss, numbers, work = kernels.forward_numbers(logits, *options)
+        if logits.is_cuda:  # the loops read the labels
+            check_on_device(work[kernels.VALID], logits.shape[1], options[3])
+        ctx.save_for_backward(logits, options[0], numbers)
+        ctx.by = kernels, work
         if known is not None:
-            known += numbers, work[launches.PARTS]
+            known += numbers, work[0]
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        logits, target = ctx.saved_tensors
-        launches, numbers, work = ctx.known
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, numbers = ctx.saved_tensors
+        kernels, work = ctx.by
         if torch.is_grad_enabled():  # somebody wants the second derivative
-            threshold, kept, lse, norm, share, *_ = numbers.unbind()
-            again: Tensor = _apply_backward(
-                grad_loss * (share / work[launches.PARTS]), logits, target, threshold, kept, lse, norm
-            )
-            return again, None, None
-        return (
-            launches.backward_numbers(grad_loss, logits, target, numbers, work, torch.empty_like(logits)),
-            None,
-            None,
-        )
+            threshold, kept, lse, norm, share, _ = _split(numbers, work[0])
+            grad: Tensor = _apply_backward(grad_loss * share, logits, target, threshold, kept, lse, norm)
+        else:
+            empty = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            grad = kernels.backward_numbers(grad_loss, logits, target, numbers, work, empty)
+        return grad, None, None, None
 
 
-def _launch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str,
-    known: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    weight = None if weight is None else weight.contiguous()
-    loss: Tensor = _Launched.apply(  # type: ignore[no-untyped-call]
-        logits.contiguous(), (target.contiguous(), weight, delta, ignore_index, reduction), known
-    )
-    return loss
+# Without what `torch.autograd.Function.apply` does in Python at every call, which is a twentieth of the time of a small
+# batch: looking for transforms of `torch.func`, and for tensors that are left of one. `_eager_kernels` does both.
+_apply_kernels: Any = super(torch.autograd.Function, _ByKernels).apply
 
 
-def _launches_serve(logits: Tensor) -> bool:
-    """Whether they do it themselves; transforms of `torch.func` need a Function of another kind."""
-    return uses_triton(logits) and not torch._C._are_functorch_transforms_active()
+def _eager_kernels(logits: Tensor) -> Any:
+    """The module of compiled kernels for such logits, or None; transforms need a Function of another kind."""
+    if needs_op(logits) or transforms_active() or is_functorch_wrapped_tensor(logits):
+        return None
+    return _loops() if uses_numba(logits) else _launches() if uses_triton(logits) else None
 
 
 def as_cross_entropy_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
-) -> Tensor:
-    """The first of what `as_cross_entropy` returns: taking the constants apart is a good part of a call."""
-    options = logits, target, weight, delta, ignore_index, reduction
-    if not needs_op(logits) and _launches_serve(logits):
-        return _launch(*options)
-    loss: Tensor = (_apply_loops if uses_numba(logits) and not needs_op(logits) else as_cross_entropy)(*options)[0]
+    logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str,
+    known: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The first of what `as_cross_entropy` returns; a list gets the rest, which takes a good part of a small call."""
+    kernels = _eager_kernels(logits)
+    if kernels is not None:
+        if logits.is_cuda:  # the loops take what they get, block by block
+            logits, target = logits.contiguous(), target.contiguous()
+            weight = None if weight is None else weight.contiguous()
+        left: list[Any] = []
+        options = target, weight, delta, ignore_index, reduction
+        loss: Tensor = _apply_kernels(logits, kernels, options, None if known is None else left)
+        if known is not None:
+            known += _split(*left)
+        return loss
+    if needs_op(logits):
+        margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
+        loss, *constants = forward_op(logits, target, weight, margin, ignore_index, reduction)
+    else:
+        loss, *constants = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
+    if known is not None:
+        known += constants
     return loss
 
 
@@ -318,17 +297,6 @@ def as_cross_entropy(
         ignore_index: label of rows that do not count.
         reduction: "none", "mean" or "sum".
     """
-    if needs_op(logits):
-        margin = torch.ones((), dtype=torch.float64) * delta  # written so, it is compiled once for any delta
-        outputs: Outputs = forward_op(logits, target, weight, margin, ignore_index, reduction)
-    elif uses_numba(logits):
-        outputs = _split(*_apply_loops(logits, target, weight, delta, ignore_index, reduction))
-    elif _launches_serve(logits):
-        known: list[Tensor] = []
-        loss = _launch(logits, target, weight, delta, ignore_index, reduction, known)
-        numbers, parts = known
-        threshold, kept, lse, norm, share, margin, *_ = numbers.unbind()
-        outputs = loss, threshold, kept.long(), lse, norm, share / parts, margin
-    else:
-        outputs = _apply_forward(logits, target, weight, delta, ignore_index, reduction)
-    return outputs
+    known: list[Tensor] = []
+    loss = as_cross_entropy_loss(logits, target, weight, delta, ignore_index, reduction, known)
+    return loss, *known  # type: ignore[return-value]

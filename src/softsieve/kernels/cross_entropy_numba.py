@@ -3,7 +3,7 @@
 Forward is torch's log-softmax, whose bits are those of `F.cross_entropy`, and one pass over what it leaves in the
 cache; only rows that are sparse and not solved are read once more. Backward reads a row and writes its gradient. What
 is known of the rows is one tensor, (7, rows): threshold, kept, lse, norm, share and margin, as `kernels.cross_entropy`
-has them, and the loss.
+has them, and the loss; share and loss are those before a mean is divided by ``parts``, as in `cross_entropy_triton`.
 
 Tensors are handed over as addresses: for a small batch, making arrays of them would take longer than the work.
 """
@@ -11,7 +11,7 @@ Tensors are handed over as addresses: for a small batch, making arrays of them w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,13 @@ from softsieve.kernels.base_numba import (
     larger_of_any,
 )
 
-INF, NAN, NONE = np.float32(np.inf), np.float32(np.nan), np.float32(0)
+INF, NAN, NONE, ONE = np.float32(np.inf), np.float32(np.nan), np.float32(0), np.float32(1)
 LOWEST = np.finfo(np.float32).min  # of no rival; a loop that begins with -inf does not vectorise
 DIGITS = 8 * 2.0**-23  # by how much rounding may move a margin or, for a logit of 1, a threshold
 FAR = 64  # where the loss is larger than this, a target's logit and loss say too little of the others' sum
 LEVELS = 8
 SMALL = 1 << 18  # logits up to which one thread does the work
+NUMBER = torch.empty((), dtype=torch.float32, device="cpu")  # one to make others from takes less than a dtype
 THRESHOLD, KEPT, LSE, NORM, SHARE, MARGIN, LOSS = range(7)  # of a row
 NUMBERS = 7
 
@@ -97,61 +98,49 @@ def _forward_row(x: Any, log_p: Any, label: int, delta: float) -> Any:
 
 @jit
 def _forward_rows(
-    x_at: int, log_p_at: int, target_at: int, numbers_at: int, rows: int, classes: int, first: int, low: int, high: int,
-    delta: float, ignore_index: int, share: float,
+    x_at: int, log_p_at: int, target_at: int, weight_at: int, numbers_at: int, stride: int, rows: int, classes: int,
+    delta: float, ignore_index: int,
 ) -> None:  # fmt: skip
-    """Fill in the numbers of a block's rows from low to high; the block begins at the row ``first`` of all rows."""
-    x, log_p = carray(as_floats(x_at), (high, classes)), carray(as_floats(log_p_at), (high, classes))
-    target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, rows))
-    for row in range(low, high):
-        place, label = first + row, target[first + row]
-        if label == ignore_index:
+    """Fill in the numbers of so many rows; those of the next number are ``stride`` further on."""
+    x, log_p = carray(as_floats(x_at), (rows, classes)), carray(as_floats(log_p_at), (rows, classes))
+    target, weight = carray(as_labels(target_at), rows), carray(as_floats(weight_at), classes)
+    numbers = carray(as_floats(numbers_at), (NUMBERS, stride))
+    for row in range(rows):
+        label = target[row]
+        if label == ignore_index or not 0 <= label < classes:  # which `_reduce` finds
             for number in range(NUMBERS):
-                numbers[number, place] = NONE
+                numbers[number, row] = NONE
             continue
         threshold, kept, lse, norm, margin, loss = _forward_row(x[row], log_p[row], label, delta)
-        if share > 0:
-            numbers[SHARE, place] = share
-        else:  # weights of the labels are there
-            loss *= numbers[SHARE, place]
-        numbers[THRESHOLD, place], numbers[KEPT, place], numbers[LSE, place] = threshold, kept, lse
-        numbers[NORM, place], numbers[MARGIN, place], numbers[LOSS, place] = norm, margin, loss
+        share = weight[label] if weight_at else ONE
+        numbers[THRESHOLD, row], numbers[KEPT, row], numbers[LSE, row] = threshold, kept, lse
+        numbers[NORM, row], numbers[SHARE, row], numbers[MARGIN, row] = norm, share, margin
+        numbers[LOSS, row] = loss * share
 
 
 @jit_sums_parallel
 def _forward_spans(
-    x_at: int, log_p_at: int, target_at: int, numbers_at: int, rows: int, classes: int, first: int, height: int,
-    spans: int, delta: float, ignore_index: int, share: float,
+    x_at: int, log_p_at: int, target_at: int, weight_at: int, numbers_at: int, stride: int, rows: int, classes: int,
+    delta: float, ignore_index: int, spans: int,
 ) -> None:  # fmt: skip
     for span in prange(spans):
-        low, high = span * height // spans, (span + 1) * height // spans
+        low, high = np.int64(span) * rows // spans, (np.int64(span) + 1) * rows // spans
+        skipped = 4 * low * classes
         _forward_rows(
-            x_at, log_p_at, target_at, numbers_at, rows, classes, first, low, high, delta, ignore_index, share
-        )
+            x_at + skipped, log_p_at + skipped, target_at + 8 * low, weight_at, numbers_at + 4 * low, stride,
+            high - low, classes, delta, ignore_index,
+        )  # fmt: skip
 
 
 @jit
-def _count(target_at: int, rows: int, classes: int, ignore_index: int) -> int:
-    """Return how many rows count, or -1 where a label is out of range."""
-    counted = 0
-    for label in carray(as_labels(target_at), rows):
-        if label != ignore_index:
-            counted += 1
-            if not 0 <= label < classes:
-                return -1
-    return counted
-
-
-@jit
-def _sum(values_at: int, target_at: int, rows: int, ignore_index: int, total_at: int, divisor: float) -> None:
-    """Write the sum of the rows that count, over the divisor: the cascade of partial sums of `F.nll_loss`, its bits."""
-    values, target = carray(as_floats(values_at), rows), carray(as_labels(target_at), rows)
+def _sum(values: Any, target: Any, ignore_index: int) -> Any:
+    """Return the sum of the rows that count: the cascade of partial sums of `F.nll_loss`, its bits."""
     bits = 0
-    while (1 << bits) < rows:
+    while (1 << bits) < values.size:
         bits += 1
     power = max(4, bits // LEVELS)
     partial = np.zeros(LEVELS, np.float32)
-    for row in range(rows):
+    for row in range(values.size):
         if target[row] == ignore_index:
             continue
         partial[0] += values[row]
@@ -163,7 +152,37 @@ def _sum(values_at: int, target_at: int, rows: int, ignore_index: int, total_at:
     total = NONE
     for level in range(LEVELS):
         total += partial[level]
-    carray(as_floats(total_at), 1)[0] = total / np.float32(divisor)
+    return total
+
+
+@jit
+def _reduce(
+    target_at: int, numbers_at: int, loss_at: int, rows: int, classes: int, ignore_index: int, mean: int, weighted: int
+) -> float:
+    """Write the sum of the losses over what it is divided by, which is returned, or 0 if a label is out of range."""
+    target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, rows))
+    counted = 0
+    for label in target:
+        if label != ignore_index:
+            counted += 1
+            if not 0 <= label < classes:
+                return 0.0
+    parts = 1.0
+    if mean:
+        parts = np.float64(_sum(numbers[SHARE], target, ignore_index)) if weighted else np.float64(counted)
+        parts = 1.0 if parts == 0 else parts
+    carray(as_floats(loss_at), 1)[0] = _sum(numbers[LOSS], target, ignore_index) / np.float32(parts)
+    return parts
+
+
+@jit
+def _forward_alone(
+    x_at: int, log_p_at: int, target_at: int, weight_at: int, numbers_at: int, loss_at: int, rows: int, classes: int,
+    delta: float, ignore_index: int, mean: int,
+) -> float:  # fmt: skip
+    """Do all rows in one call, where more of them would be a good part of the time."""
+    _forward_rows(x_at, log_p_at, target_at, weight_at, numbers_at, rows, rows, classes, delta, ignore_index)
+    return _reduce(target_at, numbers_at, loss_at, rows, classes, ignore_index, mean, weight_at)
 
 
 @jit_sums
@@ -179,98 +198,107 @@ def _exponentials(grad: Any, x: Any, threshold: Any, lse: Any) -> Any:
 
 @jit
 def _backward_rows(
-    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, rows: int, classes: int,
-    first: int, low: int, high: int,
+    grad_at: int, x_at: int, grad_loss_at: int, each: int, target_at: int, numbers_at: int, stride: int, rows: int,
+    classes: int, parts: float,
 ) -> None:  # fmt: skip
-    x, grad = carray(as_floats(x_at), (high, classes)), carray(as_floats(grad_at), (high, classes))
-    target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, rows))
+    x, grad = carray(as_floats(x_at), (rows, classes)), carray(as_floats(grad_at), (rows, classes))
+    target, numbers = carray(as_labels(target_at), rows), carray(as_floats(numbers_at), (NUMBERS, stride))
     grad_loss = carray(as_floats(grad_loss_at), rows if each else 1)
-    for row in range(low, high):
-        place, line = first + row, grad[row]
-        if numbers[KEPT, place] <= 1:
+    for row in range(rows):
+        line = grad[row]
+        if numbers[KEPT, row] <= 1:
             line[:] = NONE
             continue
-        factor = grad_loss[place if each else 0] * numbers[SHARE, place]
+        factor = grad_loss[row if each else 0] * (numbers[SHARE, row] / np.float32(parts))
         # The sum is taken anew: that of a row whose logits are far from 0 is not in the digits of lse.
-        scale = factor / _exponentials(line, x[row], numbers[THRESHOLD, place], numbers[LSE, place])
+        scale = factor / _exponentials(line, x[row], numbers[THRESHOLD, row], numbers[LSE, row])
         for j in range(classes):
             line[j] *= scale
-        line[target[place]] -= factor
+        line[target[row]] -= factor
 
 
 @jit_sums_parallel
 def _backward_spans(
-    grad_at: int, x_at: int, grad_loss_at: int, each: bool, target_at: int, numbers_at: int, rows: int, classes: int,
-    first: int, height: int, spans: int,
+    grad_at: int, x_at: int, grad_loss_at: int, each: int, target_at: int, numbers_at: int, stride: int, rows: int,
+    classes: int, parts: float, spans: int,
 ) -> None:  # fmt: skip
     for span in prange(spans):
-        low, high = span * height // spans, (span + 1) * height // spans
-        _backward_rows(grad_at, x_at, grad_loss_at, each, target_at, numbers_at, rows, classes, first, low, high)
+        low, high = np.int64(span) * rows // spans, (np.int64(span) + 1) * rows // spans
+        skipped = 4 * low * classes
+        _backward_rows(
+            grad_at + skipped, x_at + skipped, grad_loss_at + (4 * low if each else 0), each, target_at + 8 * low,
+            numbers_at + 4 * low, stride, high - low, classes, parts,
+        )  # fmt: skip
 
 
-def _blocks(logits: Tensor, *, whole: bool) -> Iterable[tuple[int, Tensor]]:
-    """First row and logits as contiguous float32, block by block: all rows at once if no scratch is needed."""
-    if whole:
-        return ((0, logits.float().contiguous()),)
-    step = max(1, cross_entropy_torch.BLOCK // logits.shape[1])
-    firsts = range(0, logits.shape[0], step)
-    return ((first, logits[first : first + step].float().contiguous()) for first in firsts)
+def _blocks(logits: Tensor, *, whole: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """First row, number of rows and logits as contiguous float32, block by block: all rows if no scratch is needed."""
+    rows, classes = logits.shape
+    step = rows if whole else max(1, cross_entropy_torch.BLOCK // classes)
+    for first in range(0, rows, step):
+        x = logits[first : first + step].float().contiguous()
+        yield first, len(x), x
 
 
-def _threads(x: Tensor) -> int:
-    return 1 if x.numel() <= SMALL else min(torch.get_num_threads(), x.shape[0])
+def _share_out(alone: Any, spans: Any, x: Tensor, *args: Any) -> None:
+    """Have a block done by one thread, or by more."""
+    threads = 1 if x.numel() <= SMALL else min(torch.get_num_threads(), len(x))
+    if threads == 1:
+        alone(*args)
+    else:
+        spans(*args, threads)
 
 
-def forward(
+def forward_numbers(
     logits: Tensor, target: Tensor, weight: Tensor | None, delta: float, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor]:
-    """The loss, reduced, and the numbers of all rows."""
-    rows, classes = logits.shape
-    target = target.contiguous()
-    target_at = target.data_ptr()
-    counted = _count(target_at, rows, classes, ignore_index)
-    if counted < 0:
+) -> tuple[Tensor, Tensor, tuple[float]]:
+    """The loss, reduced, the numbers of all rows, and what the losses were divided by."""
+    (rows, classes), target = logits.shape, target.contiguous()
+    weight = None if weight is None else weight.to(torch.float32).contiguous()
+    weight_at = 0 if weight is None else weight.data_ptr()
+    numbers, loss, mean = NUMBER.new_empty(NUMBERS, rows), torch.empty_like(NUMBER), int(reduction == "mean")
+    target_at, numbers_at, loss_at = target.data_ptr(), numbers.data_ptr(), loss.data_ptr()
+    if rows * classes <= SMALL:
+        x = logits if logits.dtype is torch.float32 and logits.is_contiguous() else logits.float().contiguous()
+        log_p = torch.log_softmax(x, -1)
+        parts = _forward_alone(
+            x.data_ptr(), log_p.data_ptr(), target_at, weight_at, numbers_at, loss_at, rows, classes, delta,
+            ignore_index, mean,
+        )  # fmt: skip
+    else:
+        log_p = None
+        for first, height, x in _blocks(logits, whole=rows * classes <= cross_entropy_torch.BLOCK):
+            log_p = torch.log_softmax(x, -1) if log_p is None else torch.log_softmax(x, -1, out=log_p[:height])
+            _share_out(
+                _forward_rows, _forward_spans, x, x.data_ptr(), log_p.data_ptr(), target_at + 8 * first, weight_at,
+                numbers_at + 4 * first, rows, height, classes, delta, ignore_index,
+            )  # fmt: skip
+        parts = _reduce(target_at, numbers_at, loss_at, rows, classes, ignore_index, mean, weight_at)
+    if not parts:
         cross_entropy_torch.check_labels(target, classes, ignore_index)
-    numbers = torch.empty(NUMBERS, rows, dtype=torch.float32)
-    numbers_at = numbers.data_ptr()
-    total = float(counted or 1) if reduction == "mean" else 1.0
-    share = 1.0 / total
-    if weight is not None:
-        numbers[SHARE] = weight.to(torch.float32)[target.where(target != ignore_index, 0)]
-        share = 0.0
-    log_p = None
-    for first, x in _blocks(logits, whole=logits.numel() <= cross_entropy_torch.BLOCK):
-        log_p = torch.log_softmax(x, -1) if log_p is None else torch.log_softmax(x, -1, out=log_p[: len(x)])
-        places = x.data_ptr(), log_p.data_ptr(), target_at, numbers_at, rows, classes, first
-        threads = _threads(x)
-        if threads == 1:
-            _forward_rows(*places, 0, x.shape[0], delta, ignore_index, share)
-        else:
-            _forward_spans(*places, x.shape[0], threads, delta, ignore_index, share)
-    if reduction == "none":
-        return numbers[LOSS].clone(), numbers
-    loss = torch.empty((), dtype=torch.float32)
-    if reduction == "mean" and weight is not None:
-        _sum(numbers_at + 4 * SHARE * rows, target_at, rows, ignore_index, loss.data_ptr(), 1.0)
-        total = loss.item() or 1.0
-        numbers[SHARE] /= total
-    _sum(numbers_at + 4 * LOSS * rows, target_at, rows, ignore_index, loss.data_ptr(), total)
-    return loss, numbers
+    return numbers[LOSS].clone() if reduction == "none" else loss, numbers, (parts,)
 
 
-def backward(grad_loss: Tensor, logits: Tensor, target: Tensor, numbers: Tensor) -> Tensor:
-    """Gradient of the logits, by that of the loss, which is one number or one for each row."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    grad_loss, target, narrow = grad_loss.contiguous(), target.contiguous(), logits.dtype != torch.float32
-    rows, classes = logits.shape
-    others = grad_loss.data_ptr(), grad_loss.ndim == 1, target.data_ptr(), numbers.data_ptr(), rows, classes
-    for first, x in _blocks(logits, whole=not narrow and logits.is_contiguous()):
-        part = torch.empty_like(x) if narrow else grad[first : first + len(x)] if first else grad
-        threads = _threads(x)
-        if threads == 1:
-            _backward_rows(part.data_ptr(), x.data_ptr(), *others, first, 0, x.shape[0])
-        else:
-            _backward_spans(part.data_ptr(), x.data_ptr(), *others, first, x.shape[0], threads)
+def backward_numbers(
+    grad_loss: Tensor, logits: Tensor, target: Tensor, numbers: Tensor, work: tuple[float], grad: Tensor
+) -> Tensor:
+    """Write the gradient of the logits, times that of the loss, which is one number or one for each row."""
+    (rows, classes), grad_loss, target = logits.shape, grad_loss.contiguous(), target.contiguous()
+    each, (parts,) = grad_loss.ndim, work
+    grad_loss_at, target_at, numbers_at = grad_loss.data_ptr(), target.data_ptr(), numbers.data_ptr()
+    ready = logits.dtype is torch.float32 and logits.is_contiguous()
+    if ready and rows * classes <= SMALL:
+        _backward_rows(
+            grad.data_ptr(), logits.data_ptr(), grad_loss_at, each, target_at, numbers_at, rows, rows, classes, parts
+        )
+        return grad
+    narrow = grad.dtype != torch.float32
+    for first, height, x in _blocks(logits, whole=ready):
+        part = torch.empty_like(x) if narrow else grad[first : first + height]
+        _share_out(
+            _backward_rows, _backward_spans, x, part.data_ptr(), x.data_ptr(), grad_loss_at + 4 * first * each, each,
+            target_at + 8 * first, numbers_at + 4 * first, rows, height, classes, parts,
+        )  # fmt: skip
         if narrow:
-            grad[first : first + len(x)] = part
+            grad[first : first + height] = part
     return grad

@@ -150,27 +150,26 @@ def as_cross_entropy(
 
     Reference: *Adaptive Sparse Softmax*, arXiv 2508.03175.
     """
-    _checks.logits(logits)
-    _checks.target(target, logits)
-    _checks.class_last(logits)
+    if not _checks.usual(logits, target):
+        _checks.logits(logits)
+        _checks.target(target, logits)
+        _checks.class_last(logits)
     delta = _checks.number("delta", delta, 0, 1)
     _checks.ignore_index(ignore_index)
     _checks.choice("reduction", reduction, _checks.REDUCTIONS)
-    _checks.weight(weight, logits)
-    x, t = logits, target
+    if weight is not None:
+        _checks.weight(weight, logits)
+    x, t = logits, target if target.dtype is torch.int64 else target.long()
     if logits.ndim != 2:
-        x, t = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    options = x, t.long(), weight, delta, ignore_index, reduction
-    loss: Tensor
-    if return_stats:
-        loss, threshold, kept, lse, *_, margin = kernel.as_cross_entropy(*options)
-    else:
-        loss = kernel.as_cross_entropy_loss(*options)
+        x, t = logits.reshape(-1, logits.shape[-1]), t.reshape(-1)
+    known: list[Tensor] | None = [] if return_stats else None
+    loss = kernel.as_cross_entropy_loss(x, t, weight, delta, ignore_index, reduction, known)
     if loss.dtype != logits.dtype and not torch.is_autocast_enabled(logits.device.type):
         loss = loss.to(logits.dtype)
     if reduction == "none":
         loss = loss.view(target.shape)
-    if not return_stats:
+    if known is None:
         return loss
+    threshold, kept, lse, *_, margin = known
     stats = ASStats(solved=kept == 1, kept=kept, dense=threshold == -float("inf"), lse=lse, margin=margin)
     return loss, ASStats(*(s.view(target.shape) for s in stats))
