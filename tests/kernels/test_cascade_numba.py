@@ -91,7 +91,7 @@ def test_threads_are_there_before_anything_is_called() -> None:
 def test_caches_notice_changes_of_any_module() -> None:
     """By itself numba compares a function's own file only, and goes on with the old code of what it calls."""
     sources = sorted(Path(base_numba.__file__).parent.glob("*numba*.py"))
-    assert len(sources) == 11
+    assert len(sources) == 12
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     for function in (kernels.ask, kernels.refine_survivors, rows_module.exact_rows, estimates_module.sum_exponentials):
         assert function._cache._cache_file._source_stamp[1] == digest
@@ -272,6 +272,7 @@ class Estimates(NamedTuple):
     estimates: Array
     spread: Array
     upper: Array
+    ends: Array
     marks: Array
     rows: Array
     values: Array
@@ -285,7 +286,16 @@ def estimated(rows: int, margin: float) -> Estimates:
     np.maximum.at(upper, np.arange(rows) // BLOCK, estimates[:rows] + np.float32(margin) * spread)
     room = np.full((2, blocks * BLOCK), np.float32(-1))
     marks = np.ones(blocks * BLOCK, np.uint8)
-    return Estimates(estimates, spread, upper, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
+    ends = np.full(blocks, -1)
+    return Estimates(estimates, spread, upper, ends, marks, np.full(blocks * BLOCK, -1, np.int32), *room)
+
+
+def choose(case: Estimates, threshold: float, alone: int = ALONE) -> int:
+    """Count the rows that reach a threshold and write them, as the cascade does; how many."""
+    counted = estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper, case.ends, alone)
+    count: int = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[3:], alone)
+    assert count == counted
+    return count
 
 
 @pytest.mark.parametrize("rows", [1, 5, 511, 512, 513, 3000, ALONE + 1500])
@@ -294,11 +304,9 @@ def estimated(rows: int, margin: float) -> Estimates:
 def test_select_rows(rows: int, threshold: float, alone: int) -> None:
     """In order, whatever blocks are left out, and whoever chooses them."""
     case = estimated(rows, 0.01)
-    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, threshold, *case[2:], alone)
+    count = choose(case, threshold, alone)
     wanted = np.flatnonzero(case.estimates[:rows] + np.float32(0.01) * case.spread >= np.float32(threshold))
     assert (wanted.size == rows, wanted.size == 0) == (threshold == -1e9, threshold == 1e9) or rows == 1
-    counted = estimates_numba.count_rows(case.estimates, case.spread, ERRORS, threshold, case.upper, alone)
-    assert counted == wanted.size
     assert count == wanted.size
     np.testing.assert_array_equal(case.rows[:count], wanted)
     np.testing.assert_array_equal(case.values[:count], case.estimates[wanted])
@@ -310,7 +318,7 @@ def test_select_rows_passes_over_whole_blocks() -> None:
     case.estimates[:BLOCK] -= 100
     case.estimates[2 * BLOCK : 4 * BLOCK] -= 100
     case.upper[[0, 2, 3]] -= 100
-    count = estimates_numba.select_rows(case.estimates, case.spread, ERRORS, 0.0, *case[2:])
+    count = choose(case, 0.0)
     wanted = np.flatnonzero(case.estimates + np.float32(0.01) * case.spread >= 0)
     assert set(wanted // BLOCK) == {1, 4}
     np.testing.assert_array_equal(case.rows[:count], wanted)
@@ -446,13 +454,26 @@ def by_hand() -> tuple[kernels.Index, kernels.Scratch]:
         np.array([2]),
         records,
         np.ones(1, np.float32),
-        np.array([0, 1]),
+        np.array([0, 1], np.int32),
         weight[[0]].copy(),
+        16,
     )
-    floats = [np.zeros(size, np.float32) for size in (BLOCK, 1, 1, 1, 1, *[BLOCK] * 5, SPREADS + 2, 2, 2, 2, 2)]
-    ints = [np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.int32)]
-    parts: list[Any] = [*floats[:5], *ints, *floats[5:], np.zeros(2, np.int64), np.zeros(4, np.float32)]
-    return index, kernels.Scratch(*parts)
+    sizes = {
+        "largest": 1,
+        "upper_ends": 1,
+        "sums": 1,
+        "corrected": 1,
+        "ends": 1,
+        "y": SPREADS + 2,
+        "summed": 4,
+        "tally": 2,
+    }
+    sizes |= dict.fromkeys(("probe_logits", "probe_starts", "probe_estimates", "probe_spreads"), 2)
+    kinds = {"ends": np.int64, "tally": np.int64, "marks": np.uint8, "rows": np.int32}
+    kinds |= {"spreads": np.uint8, "probe_spreads": np.uint8}
+    names = kernels.Scratch._fields[:-1]
+    memory: dict[str, Any] = {name: np.zeros(sizes.get(name, BLOCK), kinds.get(name, np.float32)) for name in names}
+    return index, kernels.Scratch(**memory)
 
 
 ONES = np.array([1, 1, 0, 0], np.float32)

@@ -1,7 +1,6 @@
 """What the numba kernels are made of: how functions are compiled, and arithmetic that the compiler vectorises.
 
-A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more. What
-`prange` counts with is unsigned, and is made an int64 for the same reason.
+A zero that is passed to a function is np.int64(0): a literal has a type of its own, and is compiled for once more.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ jit = compiler(error_model="numpy")
 # Only other functions call a stage: a half of the code, and of the time that it is compiled in. Whoever calls it holds
 # the arrays, so it counts no references: one for every slice, each an atomic addition. It cannot make an array then.
 jit_stage = compiler(error_model="numpy", no_cpython_wrapper=True, _nrt=False)
+jit_holding = compiler(error_model="numpy", _nrt=False)  # the same for what Python calls with arrays that it holds
 jit_making_stage = compiler(error_model="numpy", no_cpython_wrapper=True)
 jit_fast = compiler(fastmath=True)  # sums and largest values vectorise; no infinities in them
 jit_fast_stage = compiler(fastmath=True, no_cpython_wrapper=True, _nrt=False)
 jit_fast_making_stage = compiler(fastmath=True, no_cpython_wrapper=True)
 jit_parallel = compiler(fastmath=True, parallel=True)
-jit_parallel_stage = compiler(fastmath=True, parallel=True, no_cpython_wrapper=True)
-jit_workers = compiler(error_model="numpy", parallel=True)  # threads that call functions with options of their own
+jit_parallel_stage = compiler(parallel=True, no_cpython_wrapper=True, _nrt=False)
 _SUMS = {"contract", "reassoc", "nsz"}  # sums vectorise; NaN and infinity are what they are
 jit_sums = compiler(fastmath=_SUMS, error_model="numpy")
 jit_sums_parallel = compiler(fastmath=_SUMS, error_model="numpy", parallel=True)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsieve.kernels import estimates_numba as estimates
-from softsieve.kernels.base_numba import ALONE, BLOCK, jit, jit_stage, kth_largest, largest_of
+from softsieve.kernels.base_numba import ALONE, BLOCK, jit_holding, jit_stage, kth_largest, largest_of
 from softsieve.kernels.estimates_numba import Errors
-from softsieve.kernels.quantised_numba import exact_row, has_changed, row_bytes
+from softsieve.kernels.quantised_numba import exact_row, has_changed
 from softsieve.kernels.rows_numba import SPREADS, add_codes, exact_rows, project
 
 __all__ = ["ALONE", "BLOCK", "SPREADS", "Found", "Index", "Plan", "Scratch", "Usual", "ask", "exact_rows"]
@@ -44,8 +44,9 @@ class Index(NamedTuple):
     tiers: Any  # (tiers,) int64: longer prefixes
     records: Any  # (n, SPREADS + longest) int8: spreads of the tiers (as uint8) and all codes of a row
     tier_steps: Any  # (tiers,)
-    probes: Any  # int64: rows that are always read, to measure how large errors are for this query
+    probes: Any  # int32: rows that are always read, to measure how large errors are for this query
     samples: Any  # like the weight, few rows: what the first of them were when the index was built
+    row_bytes: int  # of the weight
 
 
 class Usual(NamedTuple):
@@ -86,10 +87,11 @@ class Scratch(NamedTuple):
     upper_ends: Any  # (blocks,): the largest upper ends, estimates with their margins
     sums: Any  # (blocks,): sums of exponentials, over e^largest
     corrected: Any  # (blocks,): the corrected part of these
+    ends: Any  # (blocks,) int64: survivors up to the end of each block
     marks: Any  # (blocks * BLOCK,) uint8
     rows: Any  # (blocks * BLOCK,) int32: survivors
     values: Any  # (blocks * BLOCK,): their estimates
-    spreads: Any  # (blocks * BLOCK,): their spreads
+    spreads: Any  # (blocks * BLOCK,) uint8: their spreads
     exact: Any  # (blocks * BLOCK,): their logits
     dropped: Any  # (blocks * BLOCK,): corrected estimates of rows that were dropped
     excesses: Any  # (blocks * BLOCK,): what the correction added
@@ -97,7 +99,7 @@ class Scratch(NamedTuple):
     probe_logits: Any  # (probes,): logits of the probes
     probe_starts: Any  # (probes,): what these are estimated to be without any code
     probe_estimates: Any  # (probes,): estimates of the probes
-    probe_spreads: Any  # (probes,): spreads of the probes
+    probe_spreads: Any  # (probes,) uint8: spreads of the probes
     tally: Any  # (2,) int64: entries and bytes that were read
     summed: Any  # (4,) columns, unit, correction and bend that the sums were made with; (0,): they are never kept
     alone: int = ALONE  # entries up to which one thread does the work; those of all rows where others answer, too
@@ -173,10 +175,10 @@ def _aim(best: float, attained: float) -> float:
 
 
 @jit_stage
-def read_rows(index: Index, x: Any, rows: Any, exact: Any, scratch: Scratch) -> None:
+def read_rows(weight: Any, bias: Any, row_bytes: int, x: Any, rows: Any, exact: Any, tally: Any, alone: int) -> None:
     """Read rows in full: their logits go to ``exact``."""
-    exact_rows(index.weight, x, rows, index.bias, exact, scratch.alone)
-    _tally(scratch.tally, rows.size * x.size, rows.size * row_bytes(index.weight))
+    exact_rows(weight, x, rows, bias, exact, alone)
+    _tally(tally, rows.size * x.size, rows.size * row_bytes)
 
 
 # -- the steps of one query, as docs/cascade.md has them ---------------------------------------------------------------
@@ -254,12 +256,12 @@ def count_survivors(
     aim = plan.level if plan.level > -np.inf else min(_aim(preview.best, attained), preview.floor)
     threshold = aim - slack
     count = estimates.count_rows(
-        scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.alone
+        scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.ends, scratch.alone
     )
     if count < plan.k:  # the k best estimates are sure to
         threshold = min(preview.best, preview.floor) - slack
         count = estimates.count_rows(
-            scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.alone
+            scratch.estimates, spreads, preview.errors, threshold, scratch.upper_ends, scratch.ends, scratch.alone
         )
     return count, threshold
 
@@ -276,7 +278,7 @@ def select_survivors(
     if dense.size:
         estimates.fill_logits(scratch.estimates[: spreads.size], spreads, errors, plan.upper, dense)
     count = estimates.select_rows(
-        scratch.estimates, spreads, errors, threshold, scratch.upper_ends,
+        scratch.estimates, spreads, errors, threshold, scratch.ends,
         scratch.marks, scratch.rows, scratch.values, scratch.spreads, scratch.alone,
     )  # fmt: skip
     total, corrected = estimates.sum_exponentials(
@@ -415,7 +417,7 @@ def estimate_log_z(
     return math.log(total) + highest, half, kth
 
 
-@jit
+@jit_holding
 def ask(
     index: Index, plan: Plan, x: Any, extended: Any, scratch: Scratch, top: Any, logits: Any, dense: Any, ready: int
 ) -> Any:
@@ -431,10 +433,10 @@ def ask(
     """
     n = index.spreads.shape[1]
     usual, tally = plan.usual, scratch.tally
-    codes = Codes(*index[2:13], index.probes.astype(np.int32))
+    codes = Codes(*index[2:14])
     offset = np.float32(exact_row(index.centre, extended))
     tally[0], tally[1] = 0, 2 * extended.size
-    read_rows(index, x, codes.probes, scratch.probe_logits, scratch)
+    read_rows(index.weight, index.bias, index.row_bytes, x, codes.probes, scratch.probe_logits, tally, scratch.alone)
     estimates.start_estimates(offset, index.base, codes.probes, scratch.probe_starts)
     estimates.start_estimates(offset, index.base, codes.probes, scratch.probe_estimates)
     if has_changed(index.weight, codes.probes, index.samples):
@@ -454,7 +456,9 @@ def ask(
             measured = measure_errors(codes, which, known, extended, scratch)
         preview = preview_rows(codes, plan, which, known, ready, offset, measured, scratch)
         exact = scratch.exact[: preview.ahead]
-        read_rows(index, x, scratch.rows[: preview.ahead], exact, scratch)
+        read_rows(
+            index.weight, index.bias, index.row_bytes, x, scratch.rows[: preview.ahead], exact, tally, scratch.alone
+        )
         attained = kth_largest(exact, plan.k) if preview.ahead else np.inf
         count, threshold = count_survivors(codes, plan, preview, attained, 0.0, scratch)
         known = preview.length
@@ -471,13 +475,13 @@ def ask(
         survivors = select_survivors(codes, plan, preview, threshold, scratch, dense)
         tried += survivors.count
         finalists = refine_survivors(
-            codes, plan, preview, survivors, attained, float(lowered), row_bytes(index.weight),
+            codes, plan, preview, survivors, attained, float(lowered), index.row_bytes,
             offset, extended, scratch, dense,
         )  # fmt: skip
         if finalists.count * SHARE > n:
             break
         rows, exact = scratch.rows[: finalists.count], scratch.exact[: finalists.count]
-        read_rows(index, x, rows, exact, scratch)
+        read_rows(index.weight, index.bias, index.row_bytes, x, rows, exact, tally, scratch.alone)
         if plan.level > -np.inf:
             _write_exact(rows, exact, dense)
             return Found(ANSWERED, 0.0, 0.0, tally[0], tally[1], scale, tried, rows.size, signal, toward, 0.0)

@@ -10,14 +10,12 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
 from softsieve.kernels.base_numba import (
     ALONE,
     BLOCK,
     exp,
     jit_fast_stage,
-    jit_parallel_stage,
     jit_stage,
     kth_largest,
     larger,
@@ -25,10 +23,10 @@ from softsieve.kernels.base_numba import (
     prefetch_row,
     trailing_zeros,
 )
+from softsieve.kernels.parts_numba import in_parts
 from softsieve.kernels.rows_numba import add_columns
 
 COLUMNS = 4  # of the next block that are asked for at once, while as many of this one are multiplied
-PARTS = 8  # of all rows that threads choose survivors of
 CHOICE = 8  # what choosing takes for a row, in entries of a code
 LARGEST = 255  # spread
 _TO_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1, it has them as the highest bits
@@ -145,8 +143,6 @@ def sum_above(dropped: Any, excesses: Any, shift: float, bound: float) -> Any:
 
 
 # -- estimates of all rows ---------------------------------------------------------------------------------------------
-#
-# Parallel functions get arrays, not tuples of them: what a parallel loop writes to an array in a tuple is lost.
 
 
 @jit_stage
@@ -167,26 +163,34 @@ def _highest_upper(values: Any, spreads: Any, errors: Errors) -> Any:
 
 
 @jit_fast_stage
+def start_block(offset: Any, base: Any, values: Any) -> None:
+    """Write what the estimates of a block are without any code."""
+    values[:] = offset
+    for i in range(base.size):
+        values[i] += np.float32(base[i])
+
+
+@jit_fast_stage
 def _estimate_block(
-    columns: Any, b: int, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors, values: Any
-) -> Any:
-    """Estimate a block of rows; return the largest estimate and upper end, and the sums over e^largest."""
+    b: int, columns: Any, known: int, all_spreads: Any, all_base: Any, y: Any, offset: Any, errors: Errors,
+    estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any,
+) -> None:  # fmt: skip
     own, following = columns[b], columns[min(b + 1, columns.shape[0] - 1)]
+    start, stop = b * BLOCK, min((b + 1) * BLOCK, all_spreads.size)
+    values, spreads, base = estimates[start:stop], all_spreads[start:stop], all_base[start:stop]
     if known == 0:
-        values[:] = offset
-        for i in range(base.size):
-            values[i] += np.float32(base[i])
+        start_block(offset, base, values)
     for j in range(known, y.size, COLUMNS):
         some = slice(j, min(j + COLUMNS, y.size))
         for column in range(some.start, some.stop):
             prefetch_row(following, column, np.int64(0), np.int64(BLOCK))
         add_columns(own[some], y[some], values)
-    largest = largest_of(values)
-    total, corrected = sum_exponentials(values, spreads, errors, largest)
-    return largest, _highest_upper(values, spreads, errors), total, corrected
+    largest[b] = largest_of(values)
+    upper[b] = _highest_upper(values, spreads, errors)
+    totals[b], corrected[b] = sum_exponentials(values, spreads, errors, largest[b])
 
 
-@jit_parallel_stage
+@jit_stage
 def estimate_rows(
     columns: Any, known: int, spreads: Any, base: Any, y: Any, offset: Any, errors: Errors,
     estimates: Any, largest: Any, upper: Any, totals: Any, corrected: Any, alone: int = ALONE,
@@ -196,19 +200,10 @@ def estimate_rows(
     Estimates have the first ``known`` columns, if there are any, and are to have those that ``y`` has. One thread does
     the work up to ``alone`` entries.
     """
-    if 4 * totals.size * BLOCK * y.size <= alone:  # sums take as long as some columns
-        for b in range(totals.size):
-            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
-            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
-                columns, b, known, spreads[start:stop], base[start:stop], y, offset, errors, estimates[start:stop]
-            )
-    else:
-        for b in prange(totals.size):
-            start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
-            largest[b], upper[b], totals[b], corrected[b] = _estimate_block(
-                columns, np.int64(b), known, spreads[start:stop], base[start:stop], y, offset, errors,
-                estimates[start:stop],
-            )  # fmt: skip
+    in_parts(
+        _estimate_block, totals.size, 4 * totals.size * BLOCK * y.size <= alone,  # sums take as long as some columns
+        (columns, known, spreads, base, y, offset, errors, estimates, largest, upper, totals, corrected),
+    )  # fmt: skip
 
 
 @jit_stage
@@ -286,23 +281,30 @@ def count_reaching(values: Any, spreads: Any, errors: Errors, threshold: float) 
 
 
 @jit_stage
-def _count_block(b: int, estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any) -> int:
-    if upper[b] < np.float32(threshold):
-        return np.int64(0)
+def _count_block(
+    b: int, estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, counts: Any
+) -> None:
     start, stop = b * BLOCK, min((b + 1) * BLOCK, spreads.size)
-    return count_reaching(estimates[start:stop], spreads[start:stop], errors, threshold)
+    passed = upper[b] < np.float32(threshold)
+    counts[b] = 0 if passed else count_reaching(estimates[start:stop], spreads[start:stop], errors, threshold)
 
 
-@jit_parallel_stage
-def count_rows(estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, alone: int = ALONE) -> int:
-    """Count the rows that `select_rows` would find."""
+@jit_stage
+def count_rows(
+    estimates: Any, spreads: Any, errors: Errors, threshold: float, upper: Any, ends: Any, alone: int = ALONE
+) -> int:
+    """Count rows whose upper ends reach the threshold; ``ends`` get how many there are up to the end of each block.
+
+    Blocks whose ``upper`` end does not reach it are passed over. One thread does the work for rows that stand for up
+    to ``alone`` entries.
+    """
+    in_parts(
+        _count_block, upper.size, CHOICE * spreads.size <= alone, (estimates, spreads, errors, threshold, upper, ends)
+    )
     total = np.int64(0)
-    if CHOICE * spreads.size <= alone:
-        for b in range(upper.size):
-            total += _count_block(b, estimates, spreads, errors, threshold, upper)
-    else:
-        for b in prange(upper.size):
-            total += _count_block(np.int64(b), estimates, spreads, errors, threshold, upper)
+    for b in range(upper.size):
+        total += ends[b]
+        ends[b] = total
     return total
 
 
@@ -314,68 +316,42 @@ def _mark(values: Any, spreads: Any, errors: Errors, threshold: float, marks: An
 
 @jit_stage
 def _select_block(
-    b: int, place: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float,
+    b: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float, ends: Any,
     marks: Any, rows: Any, values: Any, spreads: Any,
-) -> int:  # fmt: skip
-    """Write rows of a block that reach the threshold, from ``place`` on; return how many."""
+) -> None:  # fmt: skip
+    place = ends[b - 1] if b else 0
+    if place == ends[b]:
+        return
     start, stop = b * BLOCK, min((b + 1) * BLOCK, all_spreads.size)
     _mark(estimates[start:stop], all_spreads[start:stop], errors, threshold, marks[start:stop])
     marks[stop : start + BLOCK] = 0
-    words, count = marks[start : start + BLOCK].view(np.uint64), 0
+    words = marks[start : start + BLOCK].view(np.uint64)
     for w in range(0, BLOCK // 8, 8):
         bits = np.uint64(0)  # of 64 marks
         for part in range(8):
             bits |= ((words[w + part] * _TO_BITS) >> np.uint64(56)) << np.uint64(8 * part)
         while bits:
-            rows[place + count] = start + 8 * w + np.int64(trailing_zeros(bits))
-            count += 1
+            rows[place] = start + 8 * w + np.int64(trailing_zeros(bits))
+            place += 1
             bits &= bits - np.uint64(1)
-    for r in range(place, place + count):
+    for r in range(ends[b - 1] if b else 0, place):
         values[r], spreads[r] = estimates[rows[r]], all_spreads[rows[r]]
-    return count
 
 
 @jit_stage
-def _select_part(
-    first: int, last: int, estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
-    marks: Any, rows: Any, values: Any, spreads: Any,
-) -> int:  # fmt: skip
-    """Write rows of some blocks that reach the threshold, from the place of the first block on; return how many."""
-    bound, start, place = np.float32(threshold), np.intp(first * BLOCK), np.intp(first * BLOCK)
-    for b in range(first, last):
-        if upper[b] >= bound:
-            place += _select_block(b, place, estimates, all_spreads, errors, threshold, marks, rows, values, spreads)
-    return place - start
-
-
-@jit_parallel_stage
 def select_rows(
-    estimates: Any, all_spreads: Any, errors: Errors, threshold: float, upper: Any,
+    estimates: Any, all_spreads: Any, errors: Errors, threshold: float, ends: Any,
     marks: Any, rows: Any, values: Any, spreads: Any, alone: int = ALONE,
 ) -> int:  # fmt: skip
     """Write rows whose upper ends reach the threshold to the front of ``rows``, in order; return how many.
 
-    Blocks whose ``upper`` end does not reach it are passed over. One thread does the work for rows that stand for up
-    to ``alone`` entries.
+    Where rows of a block go is what `count_rows` has left in ``ends``, asked for the same threshold before.
     """
-    if CHOICE * all_spreads.size <= alone:
-        return _select_part(
-            np.int64(0), upper.size, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
-        )
-    share, counts = -(-upper.size // PARTS), np.zeros(PARTS, np.int64)
-    for part in prange(PARTS):
-        first, last = np.int64(part) * share, min((np.int64(part) + 1) * share, upper.size)
-        if first < last:
-            counts[part] = _select_part(
-                first, last, estimates, all_spreads, errors, threshold, upper, marks, rows, values, spreads
-            )
-    total = counts[0]
-    for part in range(1, PARTS):  # close the gaps between the parts
-        start = part * share * BLOCK
-        for r in range(start, start + counts[part]):
-            rows[total], values[total], spreads[total] = rows[r], values[r], spreads[r]
-            total += 1
-    return total
+    in_parts(
+        _select_block, ends.size, CHOICE * all_spreads.size <= alone,
+        (estimates, all_spreads, errors, threshold, ends, marks, rows, values, spreads),
+    )  # fmt: skip
+    return ends[-1]
 
 
 @jit_stage

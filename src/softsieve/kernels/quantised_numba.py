@@ -1,4 +1,4 @@
-"""What the numba kernels ask of a weight: products with rows, their bytes, whether they changed.
+"""What the numba kernels ask of a weight: products with rows, and whether they changed.
 
 A weight is an array or, for one that is quantised, a `Quantised` of arrays. Which of them it is decides when a kernel
 is compiled, so that kernels for plain weights are what they would be without the other. Only other kernels call these
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import overload
 
 from softsieve.kernels.base_numba import (
@@ -20,10 +20,11 @@ from softsieve.kernels.base_numba import (
     as_float,
     jit_fast_making_stage,
     jit_fast_stage,
-    jit_parallel_stage,
+    jit_making_stage,
     jit_stage,
     prefetch_row,
 )
+from softsieve.kernels.parts_numba import in_parts
 
 
 class Quantised(NamedTuple):
@@ -33,7 +34,6 @@ class Quantised(NamedTuple):
     scales: Any  # (n, groups), raw bits if 16 wide
     minimums: Any  # the same or, when there are none, (0, 0)
     levels: Any  # (16,) float32: what codes of 4 bits stand for; (0,) for codes of 8 bits
-    row_bytes: int
 
 
 @jit_fast_stage
@@ -87,33 +87,27 @@ def _group_sums(x: Any, groups: int) -> Any:
 
 
 @jit_fast_stage
-def _some_plain_rows(weight: Any, x: Any, rows: Any, first: int, last: int, out: Any) -> None:
+def _some_plain_rows(number: int, weight: Any, x: Any, rows: Any, out: Any) -> None:
     size = weight.shape[1] * weight.itemsize
     ahead = max(1, AHEAD // size)
-    for r in range(first, last):
+    for r in range(number * TOGETHER, min((number + 1) * TOGETHER, rows.size)):
         if r + ahead < rows.size:
             prefetch_row(weight, rows[r + ahead], np.int64(0), size)
         out[r] = exact_row(weight[rows[r]], x)
 
 
-@jit_parallel_stage
+@jit_stage
 def _plain_rows(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
-    if rows.size * x.size <= alone:
-        _some_plain_rows(weight, x, rows, np.int64(0), rows.size, out)
-    else:
-        for number in prange(-(-rows.size // TOGETHER)):
-            _some_plain_rows(
-                weight, x, rows, np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size), out
-            )
+    in_parts(_some_plain_rows, -(-rows.size // TOGETHER), rows.size * x.size <= alone, (weight, x, rows, out))
 
 
 @jit_fast_stage
 def _some_quantised_rows(
-    codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, sums: Any, rows: Any, first: int, last: int, out: Any
+    number: int, codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, sums: Any, rows: Any, out: Any
 ) -> None:
     size = codes.shape[1]
     ahead = max(1, AHEAD // size)
-    for r in range(first, last):
+    for r in range(number * TOGETHER, min((number + 1) * TOGETHER, rows.size)):
         if r + ahead < rows.size:
             prefetch_row(codes, rows[r + ahead], np.int64(0), size)
             prefetch_row(scales, rows[r + ahead], np.int64(0), scales.shape[1] * scales.itemsize)
@@ -123,17 +117,12 @@ def _some_quantised_rows(
             out[r] += exact_row(minimums[rows[r]], sums)
 
 
-@jit_parallel_stage
+@jit_making_stage
 def _quantised_rows(
     codes: Any, scales: Any, minimums: Any, levels: Any, x: Any, rows: Any, out: Any, alone: int
 ) -> None:
-    sums = _group_sums(x, minimums.shape[1])
-    if rows.size * x.size <= alone:
-        _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, np.int64(0), rows.size, out)
-    else:
-        for number in prange(-(-rows.size // TOGETHER)):
-            first, last = np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size)
-            _some_quantised_rows(codes, scales, minimums, levels, x, sums, rows, first, last, out)
+    given = codes, scales, minimums, levels, x, _group_sums(x, minimums.shape[1]), rows, out
+    in_parts(_some_quantised_rows, -(-rows.size // TOGETHER), rows.size * x.size <= alone, given)
 
 
 @jit_stage
@@ -151,11 +140,6 @@ def _has_changed(rows: Any, probes: Any, samples: Any) -> bool:
 
 def row_products(weight: Any, x: Any, rows: Any, out: Any, alone: int) -> None:
     """Compute ``out[r] = weight[rows[r]] @ x``; up to ``alone`` entries by one thread."""
-    raise NotImplementedError
-
-
-def row_bytes(weight: Any) -> int:
-    """Return the bytes of a row."""
     raise NotImplementedError
 
 
@@ -178,13 +162,6 @@ def _row_products(weight: Any, x: Any, rows: Any, out: Any, alone: Any) -> Calla
             weight.codes, weight.scales, weight.minimums, weight.levels, x, rows, out, alone
         )
     return lambda weight, x, rows, out, alone: _plain_rows(weight, x, rows, out, alone)
-
-
-@overload(row_bytes, strict=False)
-def _row_bytes(weight: Any) -> Callable[..., Any]:
-    if _is_quantised(weight):
-        return lambda weight: weight.row_bytes
-    return lambda weight: weight.shape[1] * weight.itemsize
 
 
 @overload(has_changed, strict=False)

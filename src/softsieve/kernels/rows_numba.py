@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from softsieve.kernels.base_numba import (
     AHEAD,
@@ -18,10 +17,11 @@ from softsieve.kernels.base_numba import (
     TOGETHER,
     jit_fast,
     jit_fast_stage,
-    jit_parallel_stage,
+    jit_stage,
     prefetch,
     prefetch_row,
 )
+from softsieve.kernels.parts_numba import in_parts
 from softsieve.kernels.quantised_numba import exact_row, row_products
 
 SPREADS = 8  # bytes for the spreads of tiers, before the codes of a row
@@ -70,22 +70,20 @@ def _code_row(codes: Any, y: Any) -> Any:
 
 
 @jit_fast_stage
-def _add_some(
-    records: Any, tier: int, part: Any, rows: Any, first: int, last: int, start: int, out: Any, spreads: Any
-) -> None:
+def _add_some(number: int, records: Any, tier: int, part: Any, rows: Any, start: int, out: Any, spreads: Any) -> None:
     stop = start + part.size
     ahead = max(1, AHEAD // part.size)
-    for r in range(first, last):
+    for r in range(number * TOGETHER, min((number + 1) * TOGETHER, rows.size)):
         if r + ahead < rows.size:  # also beyond the last of these: who reads that next waits for nothing
             prefetch_row(records, rows[r + ahead], start, stop)
             if start:  # its spread
                 prefetch(records, np.intp(rows[r + ahead]), 0)
         record = records[rows[r]]
         out[r] += _code_row(record[start:stop], part)
-        spreads[r] = np.float32(np.uint8(record[tier]))
+        spreads[r] = np.uint8(record[tier])
 
 
-@jit_parallel_stage
+@jit_stage
 def add_codes(
     records: Any, tier: int, y: Any, rows: Any, low: int, high: int, out: Any, spreads: Any, alone: int = ALONE
 ) -> None:
@@ -94,10 +92,8 @@ def add_codes(
     ``y`` has a 0 for each spread before its first number: from its beginning, a record is read in whole cache lines.
     """
     start = SPREADS + low if low else 0
-    part = y[start : SPREADS + high]
-    if rows.size * (high - low) <= alone:
-        _add_some(records, tier, part, rows, np.int64(0), rows.size, start, out, spreads)
-    else:
-        for number in prange(-(-rows.size // TOGETHER)):
-            first, last = np.int64(number) * TOGETHER, min((np.int64(number) + 1) * TOGETHER, rows.size)
-            _add_some(records, tier, part, rows, first, last, start, out, spreads)
+    few = rows.size * (high - low) <= alone
+    in_parts(
+        _add_some, -(-rows.size // TOGETHER), few,
+        (records, tier, y[start : SPREADS + high], rows, start, out, spreads),
+    )  # fmt: skip

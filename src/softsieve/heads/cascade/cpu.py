@@ -76,8 +76,9 @@ class CpuCascade(Cascade):
             np.array(tiers),
             index.records.numpy(),
             index.tier_steps.numpy(),
-            index.probes.numpy(),
+            index.probes.int().numpy(),
             raw_bits(weight[index.probes[:SAMPLES]]),
+            weight.nbytes // len(weight),
         )
         self._ask = kernels.ask
         self._address: int | None = None  # of its compiled code, once several queries share a pass
@@ -196,36 +197,27 @@ class CpuCascade(Cascade):
         self, arrays: kernels.Index, plan: kernels.Plan, x: Any, coded: Any,
         rows: Any, logits: Any, everywhere: Any, answers: Any,
     ) -> None:  # fmt: skip
-        from softsieve.kernels.batch_numba import address_of, ask_all, numbers_of
+        from softsieve.kernels.batch_numba import address_of, ask_all
 
-        given = (
-            arrays.weight, arrays[1:-1], arrays.samples, numbers_of(plan), x, coded, *self._shared_memory(len(x)),
-            rows, logits, everywhere,
-        )  # fmt: skip
+        batch, length = len(x), self.lengths[plan.first]
+        given = arrays, plan, x, coded, self._shared_memory(batch), rows, logits, everywhere
         if self._address is None:
             self._address = address_of(*given)
-        ask_all(self._address, *given, answers, np.zeros(1, np.int64))
+        y, offsets = np.empty((batch, length), np.float32), np.empty(batch, np.float32)
+        ask_all(self._address, *given, answers, np.zeros(1, np.int64), y, offsets)
 
-    def _shared_memory(self, batch: int) -> tuple[Any, ...]:
+    def _shared_memory(self, batch: int) -> kernels.Scratch:
         """Memory for queries that share a pass: estimates of each, and what each thread of the kernel needs."""
         from numba import get_num_threads
 
-        from softsieve.kernels.batch_numba import room_for
-
-        threads, blocks, probes = get_num_threads(), len(self.index.columns), len(self.index.probes)
-        kept: tuple[Any, ...] = getattr(self._local, "shared", ())
-        if not kept or len(kept[0]) < batch or len(kept[1]) != threads:
-            size = blocks * BLOCK
-            kept = (
-                np.zeros((batch, size), np.float32),
-                np.zeros((threads, room_for(blocks, len(self.index.unit), probes)), np.float32),
-                np.zeros((threads, size), np.uint8),
-                np.zeros((threads, size), np.int32),
-                np.zeros((threads, probes + size), self._kind),
-                np.zeros((threads, 2), np.int64),
-            )
+        kept: kernels.Scratch | None = getattr(self._local, "shared", None)
+        if kept is None or len(kept.estimates) < batch or len(kept.tally) != get_num_threads():
+            kept = self._make_scratch(get_num_threads())
+            estimates = np.zeros((batch, kept.estimates.shape[1]), np.float32)
+            # A thread has a query for itself, and sums are made for one plan.
+            kept = kept._replace(estimates=estimates, summed=kept.summed[:, :0], alone=1 << 62)
             self._local.shared = kept
-        return kept[0][:batch], *kept[1:]
+        return kept._replace(estimates=kept.estimates[:batch])
 
     def _scratch(self) -> Any:
         """Memory of this thread."""
@@ -233,31 +225,36 @@ class CpuCascade(Cascade):
             self._local.scratch = self._make_scratch()
         return self._local.scratch
 
-    def _make_scratch(self) -> Any:
+    def _make_scratch(self, *threads: int) -> Any:
         from softsieve.kernels import cascade_numba as kernels
 
         blocks, probes = len(self.index.columns), len(self.index.probes)
         rows = blocks * BLOCK
+
+        def zeros(size: int, kind: Any = np.float32) -> Any:
+            return np.zeros((*threads, size), kind)
+
         return kernels.Scratch(
-            estimates=np.zeros(rows, np.float32),
-            largest=np.zeros(blocks, np.float32),
-            upper_ends=np.zeros(blocks, np.float32),
-            sums=np.zeros(blocks, np.float32),
-            corrected=np.zeros(blocks, np.float32),
-            marks=np.zeros(rows, np.uint8),
-            rows=np.zeros(rows, np.int32),
-            values=np.zeros(rows, np.float32),
-            spreads=np.zeros(rows, np.float32),
-            exact=np.zeros(rows, self._kind),
-            dropped=np.zeros(rows + 1, np.float32),
-            excesses=np.zeros(rows + 1, np.float32),
-            y=np.zeros(SPREADS + len(self.index.unit), np.float32),
-            probe_logits=np.zeros(probes, self._kind),
-            probe_starts=np.zeros(probes, np.float32),
-            probe_estimates=np.zeros(probes, np.float32),
-            probe_spreads=np.zeros(probes, np.float32),
-            tally=np.zeros(2, np.int64),
-            summed=np.zeros(4, np.float32),
+            estimates=zeros(rows),
+            largest=zeros(blocks),
+            upper_ends=zeros(blocks),
+            sums=zeros(blocks),
+            corrected=zeros(blocks),
+            ends=zeros(blocks, np.int64),
+            marks=zeros(rows, np.uint8),
+            rows=zeros(rows, np.int32),
+            values=zeros(rows),
+            spreads=zeros(rows, np.uint8),
+            exact=zeros(rows, self._kind),
+            dropped=zeros(rows + 1),
+            excesses=zeros(rows + 1),
+            y=zeros(SPREADS + len(self.index.unit)),
+            probe_logits=zeros(probes, self._kind),
+            probe_starts=zeros(probes),
+            probe_estimates=zeros(probes),
+            probe_spreads=zeros(probes, np.uint8),
+            tally=zeros(2, np.int64),
+            summed=zeros(4),
         )
 
     # -- calibration ---------------------------------------------------------------------------------------------------
@@ -426,7 +423,6 @@ def raw_bits(values: Weight) -> Any:
             raw_bits(values.scales),
             raw_bits(none if values.minimums is None else values.minimums),
             (torch.zeros(0) if values.levels is None else values.levels).numpy(),
-            values.nbytes // len(values),
         )
     same = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
     return values.view(same[values.dtype]).numpy() if values.dtype in same else values.numpy()
