@@ -661,12 +661,21 @@ def test_bf16() -> None:
         ({"validation": points(4), "metric": "f1"}, "^metric: expected one of loss, accuracy, found 'f1'$"),
         ({"patience": 2}, "^early stopping and eval_steps need validation data, found none$"),
         ({"eval_steps": 2}, "^early stopping and eval_steps need validation data, found none$"),
-        ({"graphs": True}, "^graphs: expected one process on a CUDA device$"),
     ],
 )
 def test_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         trainer(**{"train": points(10), **options})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records graphs")
+def test_without_a_gpu_graphs_are_left_out_with_a_notice() -> None:
+    with pytest.warns(UserWarning, match="graphs: runs without, .* one process on a CUDA device, found cpu$"):
+        made = trainer(points(80), epochs=2, graphs=True)
+    made.fit()
+    plain = trainer(points(80), epochs=2)
+    plain.fit()
+    assert equal_weights(made.weights(), plain.weights())
 
 
 def test_evaluation_without_rows() -> None:

@@ -382,7 +382,7 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
         differ = len(same) < len(names) or any("loss_options" in each["settings"] for each in own)
         said = ", ".join(f"{name} {settings[name]:g}" for name in same)
         precision = "fp32" if settings["precision"] == "no" else settings["precision"]
-        how = precision + (", CUDA graphs" if settings["graphs"] else "")
+        how = precision + (", CUDA graphs" if settings["graphs"] and run["provenance"]["gpu"] else "")
         how += ", compiled layers" if settings.get("compiled") else ""
         lines = summarise(own)
         most = max(line["seeds"] for line in lines)
