@@ -223,3 +223,12 @@ def test_data_of_ones_own_have_the_settings_of_train(tmp_path: Path) -> None:
 def test_plan_refuses_unknown_rows(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row: expected one of softmax"):
         compare.plan(["sst5"], ["hardmax"], [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
+
+
+def test_plan_refuses_rows_whose_loss_is_not_one_for_the_labels(tmp_path: Path) -> None:
+    folder = own_data(tmp_path / "reviews", rows=40)
+    options: dict[str, Any] = {"model": None, "max_length": 8, "data_dir": tmp_path, "overrides": {}}
+    for tasks, row in (([folder], "bce"), (["sst5", "reuters"], "label-smoothing")):
+        words = f"row: expected one of softmax, .* for the labels of {Path(tasks[-1]).name}, found '{row}'"
+        with pytest.raises(InputError, match=words):
+            compare.plan(tasks, ["softmax", row], [0], **options)
