@@ -153,8 +153,7 @@ class Settings:
         object.__setattr__(self, "class_weights", check_class_weights(self.class_weights))
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         for name in ("freeze_encoder", "compiled"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: expected True or False, found {type(getattr(self, name)).__name__}")
+            _checks.flag(name, getattr(self, name))
         if self.compiled and self.freeze_encoder:
             raise ValueError("compiled: expected an encoder that is trained, found freeze_encoder")
         _checks.choice("skip", self.skip, SKIP)
