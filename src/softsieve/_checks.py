@@ -73,6 +73,13 @@ def whole_number(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name}: expected an int in [{low}, {high}], found {value}")
 
 
+def flag(name: str, value: object) -> bool:
+    """``value``, refused unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, found {type(value).__name__}")
+    return value
+
+
 def ignore_index(value: int) -> None:
     whole_number("ignore_index", value, -(2**63), 2**63 - 1)
 
@@ -126,9 +133,19 @@ def row_values(name: str, value: object, indices: Tensor) -> Tensor:
     return numbers.detach().cpu()
 
 
+def row_flags(name: str, values: Tensor) -> Tensor:
+    """Flags of rows as bool, refused unless they are bool, or integers that are 0 or 1."""
+    if values.dtype not in (torch.bool, *_INTEGER):
+        raise TypeError(f"{name}: expected margins or flags, found {values.dtype}")
+    flags = values.bool()
+    if bool((values != flags).any()):
+        raise ValueError(f"{name}: expected flags of integers to be 0 or 1, found {int(values[values != flags][0])}")
+    return flags
+
+
 def row_margins(values: Tensor) -> Tensor:
     """Margins of rows, refused unless they are differences of probabilities; NaN counts as the least."""
-    known = values.nan_to_num(-1.0)
+    known = values.nan_to_num(-1.0, math.inf, -math.inf)
     if bool((known.abs() > 1.001).any()):  # rounded
         raise ValueError(f"margins: expected numbers in [-1, 1], found {float(known[known.abs().argmax()]):g}")
     return known

@@ -406,7 +406,6 @@ TWO = "text,label\ngood,pos\nbad,neg\n"
         (TWO, ["--validation_share", "0", "--eval_steps", "3"], "in: expected validation data, found none"),
         (TWO, ["--validation_share", "0", "--model", "./no"], "model ./no: cannot be loaded"),
         (TWO, ["--validation_share", "0", "--max_length", "1"], "max_length: expected a whole number from 4"),
-        (TWO, ["--validation_share", "0", "--graphs"], "graphs: expected one process on a CUDA device"),
     ],
 )  # fmt: skip
 def test_bad_input(content: str, options: list[str], message: str) -> None:

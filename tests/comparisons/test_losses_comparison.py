@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from softsieve.cli import app
@@ -78,6 +79,16 @@ def test_compare_makes_only_what_is_missing(weather: Path, tmp_path: Path, monke
     made.clear()
     assert CliRunner().invoke(app, command(weather, out, *ONCE, "--delta", "0.2")).exit_code == 0
     assert len(made) == 6  # other settings are other runs
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records graphs")
+def test_graphs_without_a_gpu_are_a_notice(weather: Path, tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    options = ("--row", "softmax", "--seeds", "1", "--epochs", "1", "--graphs", "--search", "1", "--out", str(out))
+    with pytest.warns(UserWarning, match="graphs: runs without"):
+        done = CliRunner().invoke(app, ["compare", "--data", str(weather), *options])
+    assert done.exit_code == 0, done.output
+    assert "CUDA graphs" not in out.with_suffix(".md").read_text()
 
 
 def test_runs_of_earlier_versions_have_no_curves(weather: Path, tmp_path: Path) -> None:
@@ -212,3 +223,12 @@ def test_data_of_ones_own_have_the_settings_of_train(tmp_path: Path) -> None:
 def test_plan_refuses_unknown_rows(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row: expected one of softmax"):
         compare.plan(["sst5"], ["hardmax"], [0], model=None, max_length=8, data_dir=tmp_path, overrides={})
+
+
+def test_plan_refuses_rows_whose_loss_is_not_one_for_the_labels(tmp_path: Path) -> None:
+    folder = own_data(tmp_path / "reviews", rows=40)
+    options: dict[str, Any] = {"model": None, "max_length": 8, "data_dir": tmp_path, "overrides": {}}
+    for tasks, row in (([folder], "bce"), (["sst5", "reuters"], "label-smoothing")):
+        words = f"row: expected one of softmax, .* for the labels of {Path(tasks[-1]).name}, found '{row}'"
+        with pytest.raises(InputError, match=words):
+            compare.plan(tasks, ["softmax", row], [0], **options)

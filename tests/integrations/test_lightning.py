@@ -306,6 +306,16 @@ def test_margins_are_told_where_they_are_known() -> None:
             assert int(skip.solved.solved.sum()) == ROWS // 2
 
 
+def test_a_margin_of_ones_own_is_that_of_all_rows_whatever_is_solved() -> None:
+    skip = SkipCallback(ROWS, margin=0.5)
+    fit([], skip, make=Leading, max_epochs=1)
+    skip.state_dict()
+    leading = int((torch.linspace(0.2, 0.9, BATCH) >= 0.5).sum())
+    assert int(skip.solved.solved.sum()) == leading * ROWS // BATCH
+    with pytest.raises(InputError, match="training_step: expected a dict with 'margin', found loss, solved, index"):
+        fit([], SkipCallback(ROWS, margin=0.5), max_epochs=1)
+
+
 def test_refusals() -> None:
     with pytest.raises(InputError, match="accumulate_grad_batches: expected 1, AS-Speed sets it, found 2"):
         fit([SpeedCallback(ASSpeed())], accumulate_grad_batches=2)

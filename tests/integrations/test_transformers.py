@@ -367,6 +367,15 @@ def test_the_bar_comes_to_its_end_and_the_log_tells_what_is_solved(tmp_path: Pat
         assert lines[-1]["solved"] == float(made._sampler.solved.double().mean())
 
 
+def test_rows_are_solved_by_the_loss_whatever_margin_they_are_left_out_from(tmp_path: Path) -> None:
+    made = trainer(tmp_path, easy(ROWS, ambiguous=4), bert(), ASOptions(skip={"margin": 1.0}), logging_steps=1)
+    made.train()
+    assert made._sampler is not None
+    assert not made._sampler.solved.any()
+    lines = [line["solved"] for line in made.state.log_history if "loss" in line]
+    assert lines[-1] == float((made._sampler.margins >= 0.1).double().mean()) > 0.3
+
+
 @pytest.mark.parametrize("kind", ["list", "datasets"])
 def test_skipping_leaves_out_columns_the_model_does_not_know(tmp_path: Path, kind: str) -> None:
     rows: Any = [{**row, "text": "not for the model"} for row in easy().rows]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softsieve.errors import InputError
+from softsieve.errors import DivergedError, InputError
 from softsieve.losses.objectives import ASSoftmax
 from softsieve.reference import as_multilabel_stats
 from softsieve.tasks.rows import Rows
@@ -661,12 +661,21 @@ def test_bf16() -> None:
         ({"validation": points(4), "metric": "f1"}, "^metric: expected one of loss, accuracy, found 'f1'$"),
         ({"patience": 2}, "^early stopping and eval_steps need validation data, found none$"),
         ({"eval_steps": 2}, "^early stopping and eval_steps need validation data, found none$"),
-        ({"graphs": True}, "^graphs: expected one process on a CUDA device$"),
     ],
 )
 def test_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         trainer(**{"train": points(10), **options})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records graphs")
+def test_without_a_gpu_graphs_are_left_out_with_a_notice() -> None:
+    with pytest.warns(UserWarning, match="graphs: runs without, .* one process on a CUDA device, found cpu$"):
+        made = trainer(points(80), epochs=2, graphs=True)
+    made.fit()
+    plain = trainer(points(80), epochs=2)
+    plain.fit()
+    assert equal_weights(made.weights(), plain.weights())
 
 
 def test_evaluation_without_rows() -> None:
@@ -691,6 +700,12 @@ def test_loss_that_is_not_finite_is_noticed_at_the_end() -> None:
     rows.inputs["features"][:] = float("nan")
     with pytest.raises(InputError, match=r"^the loss is nan at step 10"):
         trainer(rows, logging_steps=100, epochs=1).fit()
+
+
+def test_a_model_that_diverges_in_its_last_step_is_noticed_when_it_is_judged() -> None:
+    """The losses of training are those before their steps."""
+    with pytest.raises(DivergedError, match=r"^the validation loss is (nan|inf) at step 1: try a smaller"):
+        trainer(points(80), validation=points(20), batch_size=80, epochs=1, learning_rate=1e38, weight_decay=0.0).fit()
 
 
 def test_one_row_and_batches_larger_than_the_data() -> None:

@@ -514,6 +514,14 @@ def test_bad_states(name: str, wrong: Any, words: str) -> None:
             sampler.load_state_dict({key: value for key, value in state.items() if key != name})
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(3), "yes", None])
+@pytest.mark.parametrize("name", ["started", "screens"])
+def test_flags_of_a_state_are_flags(name: str, wrong: object) -> None:
+    sampler = SolvedSampler(20)
+    with pytest.raises(TypeError, match=f"{name}: expected True or False, found {type(wrong).__name__}"):
+        sampler.load_state_dict({**sampler.state_dict(), name: wrong})
+
+
 def test_a_state_is_a_dict() -> None:
     for wrong in (5, None, "streak"):
         with pytest.raises(TypeError, match="state: expected a dict, found"):
@@ -693,6 +701,12 @@ def test_bad_updates() -> None:
         for wrong in (2.5, -1.1, float("inf"), float("-inf")):  # losses, or logits
             with pytest.raises(ValueError, match=r"margins: expected numbers in \[-1, 1\], found"):
                 tell(torch.arange(3), torch.tensor([0.5, wrong, 0.1]))
+        with pytest.raises(ValueError, match=r"margins: expected numbers in \[-1, 1\], found inf"):
+            tell(torch.arange(1), torch.tensor([float("inf")]))
+        with pytest.raises(ValueError, match=r"margins: expected flags of integers to be 0 or 1, found 3"):
+            tell(torch.arange(3), torch.tensor([1, 3, 0]))  # how many classes are kept, say
+        with pytest.raises(TypeError, match=r"margins: expected margins or flags, found torch.complex64"):
+            tell(torch.arange(1), torch.tensor([0.5], dtype=torch.complex64))
         assert (sampler.margins == UNSEEN).all()  # nothing is half noted
         assert sampler.risk.tolist() == UNKNOWN
     assert sampler.skip_margin == pytest.approx(0.1)

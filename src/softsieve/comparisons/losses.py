@@ -76,7 +76,8 @@ def plan(
     """All runs of a comparison, data set by data set and seed by seed; rows that are None: all whose loss fits.
 
     Raises:
-        InputError: when there are no rows, data sets or seeds, a row is unknown, or names are the same.
+        InputError: when there are no rows, data sets or seeds, names are the same, or a row is unknown or has a loss
+            for labels of another kind.
         TypeError, ValueError: when a setting has a wrong type or value.
     """
     for what, given in {"task": tasks, "row": rows, "seeds": seeds}.items():
@@ -90,12 +91,17 @@ def plan(
             if names.count(name) > 1:
                 raise InputError(f"{what}: expected different names, found {name!r} more than once")
     size = None if model is None else read_hidden_size(model)
-    recipes = {
-        task: recipe(task, hidden_size=size)
-        if task in PRESETS
-        else usual(read_task(task, str(data_dir)), hidden_size=size)
-        for task in tasks
-    }
+    recipes, fitting = {}, {}
+    for task in tasks:
+        if task in PRESETS:
+            recipes[task] = recipe(task, hidden_size=size)
+        else:
+            recipes[task] = usual(read_task(task, str(data_dir)), hidden_size=size)
+        fitting[task] = fitting_rows(task, str(data_dir))
+        for row in rows or ():
+            if row not in fitting[task]:
+                fit = ", ".join(fitting[task])
+                raise InputError(f"row: expected one of {fit} for the labels of {Path(task).name}, found {row!r}")
     return [
         Job(
             task,
@@ -107,7 +113,7 @@ def plan(
         )
         for task in tasks
         for seed in seeds
-        for row in (fitting_rows(task, str(data_dir)) if rows is None else rows)
+        for row in (fitting[task] if rows is None else rows)
     ]
 
 
@@ -382,7 +388,7 @@ def markdown(runs: Sequence[dict[str, Any]], command: str) -> str:
         differ = len(same) < len(names) or any("loss_options" in each["settings"] for each in own)
         said = ", ".join(f"{name} {settings[name]:g}" for name in same)
         precision = "fp32" if settings["precision"] == "no" else settings["precision"]
-        how = precision + (", CUDA graphs" if settings["graphs"] else "")
+        how = precision + (", CUDA graphs" if settings["graphs"] and run["provenance"]["gpu"] else "")
         how += ", compiled layers" if settings.get("compiled") else ""
         lines = summarise(own)
         most = max(line["seeds"] for line in lines)

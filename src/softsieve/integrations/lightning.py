@@ -2,7 +2,7 @@
 
 The loss itself is a criterion like any other. Callbacks that go by solved rows read them from what ``training_step``
 returns: ``{"loss": loss, "solved": stats.solved, "index": index}``, one flag and one row index a row of the batch. With
-``"margin": stats.margin`` skipping also knows how safely rows lead.
+``"margin": stats.margin`` skipping also knows how safely rows lead, which it must with a margin of its own.
 Learning rates that move every step stay in step with the epochs, however few optimizer steps are made.
 """
 
@@ -256,7 +256,9 @@ class SkipCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         index, shown = _read_output(outputs, "index"), _read_output(outputs, "solved")
-        if "margin" in outputs:
+        if self.solved.margin is not None:
+            shown = _read_output(outputs, "margin")
+        elif "margin" in outputs:  # solved is what the loss says, whose delta the sampler need not have
             shown = outputs["margin"].masked_fill(~shown.bool(), -1.0)
         self._noted.append((index, shown))
         self._epoch, self._batches, self._over = trainer.current_epoch, batch_idx + 1, trainer.is_last_batch

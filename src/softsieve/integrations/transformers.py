@@ -258,8 +258,8 @@ class ASTrainerMixin(Trainer):
             solved, counted = self.accelerator.reduce(self._unlogged, "sum").tolist()
             self._unlogged = torch.zeros_like(self._unlogged)
             if self._sampler is not None or counted > 0:
-                known = None if self._sampler is None else self._sampler.solved.double().mean()
-                logs["solved"] = solved / counted if known is None else float(known)
+                known = None if self._sampler is None else _share_solved(self._sampler, self._delta)
+                logs["solved"] = solved / counted if known is None else known
         super().log(logs, *args, **options)
 
     def _objective(self, *, multilabel: bool, training: bool) -> Objective:
@@ -410,6 +410,12 @@ class ASTrainer(ASTrainerMixin):
         trainer = ASTrainer(model=model, args=TrainingArguments("out"), train_dataset=data, as_options=options)
         trainer.train()
     """
+
+
+def _share_solved(sampler: SolvedSampler, delta: float | None) -> float:
+    """Of all rows, by the ``delta`` of the loss, also where rows are left out from another margin on."""
+    solved = sampler.solved if sampler.margin is None or delta is None else sampler.margins >= delta
+    return float(solved.double().mean())
 
 
 class _Notify(TrainerCallback):

@@ -22,7 +22,7 @@ from softsieve.training.replica import Replica
 from softsieve.training.rivals import RIVALS, Chooser, RowSampler
 from softsieve.training.sampler import SolvedSampler
 from softsieve.training.settings import Settings
-from softsieve.training.steps import EagerSteps, GraphSteps, RowResults
+from softsieve.training.steps import EagerSteps, GraphSteps, RowResults, refuse_diverged
 
 FRESH = 16  # an epoch is screened in at least so many blocks: what screening showed does not stay true for long
 BLOCK = 4  # batches of rows that a block has at most
@@ -284,6 +284,7 @@ class Trainer:
         """Evaluate, keep what is best, and say whether training should stop."""
         s, state = self.settings, self.state
         metrics, _ = self.evaluate()
+        refuse_diverged("validation loss", metrics["loss"], state.step)  # those of training are from before each step
         journal.write(state.step, "validation", progress=self._progress(), **metrics)
         journal.advance(self._progress(), 0, **{s.metric: f"{metrics[s.metric]:.4f}"})
         sign = 1 if s.greater_is_better else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,8 +53,11 @@ class Replica:
         self.is_main: bool = self.accelerator.is_main_process
         self.device: torch.device = self.accelerator.device
         self.graphs = settings.graphs and self.device.type == "cuda" and self.ranks == 1
-        if settings.graphs and not self.graphs:
-            raise InputError("graphs: expected one process on a CUDA device")
+        if settings.graphs and not self.graphs and self.is_main:
+            found = self.device.type if self.ranks == 1 else f"{self.ranks} processes"
+            warnings.warn(
+                f"graphs: runs without, for they take one process on a CUDA device, found {found}", stacklevel=2
+            )
         self.sharded = "FSDP" in str(self.accelerator.distributed_type)
         # State with whole tensors, which only the main process gets of a sharded model.
         self._whole = states.StateDictOptions(full_state_dict=True, cpu_offload=self.sharded)

@@ -190,7 +190,7 @@ class SolvedSampler(Sampler[int]):
             above = above if self.margin is None else 0.0  # a margin of one's own stays where it is
             return index, (_checks.row_margins(values.float()) - above).clamp(-1, 1)
         up = (self.bands(self.margins[index]) + 1).clamp(LEADING, LEADING + SAFEST)
-        return index, torch.where(values.bool(), self._edges[up - LOWEST - 1], -1.0)
+        return index, torch.where(_checks.row_flags("margins", values), self._edges[up - LOWEST - 1], -1.0)
 
     def _counted(self, passes: Tensor, bands: Tensor, failed: Tensor) -> Tensor:
         """With so many more; old ones fade by half over a sixteenth of the data, or `FADE` rows: the model moves on."""
@@ -298,12 +298,12 @@ class SolvedSampler(Sampler[int]):
         _checks.state(state, ("screens", *self._tensors()))
         if (rows := _checks.tensor("margins", state["margins"]).numel()) != self.num_samples:
             raise ValueError(f"state: expected {self.num_samples} samples, found {rows}")
-        lowest = {"margins": UNSEEN, "seen_in": -1}
-        highest = {"seen_in": LAST, "passes": 1e15, "slips": 1e15, "plan": self.num_samples - 1}
+        low = {"margins": UNSEEN, "seen_in": -1}
+        high = {"seen_in": LAST, "passes": 1e15, "slips": 1e15, "plan": self.num_samples - 1}
         for name, tensor in self._tensors().items():
-            low, high = lowest.get(name, 0), highest.get(name, 1)
-            _checks.saved(name, state[name], tensor, low=low, high=high, sized=name != "plan")
-        self.epoch, self._started, self._screens = state["epoch"], bool(state["started"]), bool(state["screens"])
+            _checks.saved(name, state[name], tensor, low=low.get(name, 0), high=high.get(name, 1), sized=name != "plan")
+        flags = [_checks.flag(name, state[name]) for name in ("started", "screens")]
+        self.epoch, self._started, self._screens = state["epoch"], *flags
         self.margins, self._seen_in, self._waiting = (state[n].clone() for n in ("margins", "seen_in", "waiting"))
         self._passes, self._slips, self.plan = (state[n].clone() for n in ("passes", "slips", "plan"))
         self._generator()

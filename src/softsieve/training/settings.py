@@ -73,7 +73,8 @@ class Settings:
             head is not in the norm that gradients are clipped to. One process, no graphs, not fp16.
         head_dtype: of the weight of such a head; None: ``"float32"``. ``"bfloat16"`` is rounded stochastically.
         head_rate: learning rate of such a head, as a multiple of ``learning_rate``; None: 1. SGD needs a large one.
-        graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16.
+        graphs: replay steps as CUDA graphs: one process on a GPU, constant delta, not fp16. Without a GPU, on several
+            processes, and for a model that cannot be recorded, steps run as they are, with a warning.
         compiled: compile the layers of an encoder, all as one, by `torch.compile`: the first step of a process takes
             half a minute or more, all others less time.
         seed: of weights, order and dropout.
@@ -152,8 +153,7 @@ class Settings:
         object.__setattr__(self, "class_weights", check_class_weights(self.class_weights))
         _checks.choice("delta_shape", self.delta_shape, SHAPES)
         for name in ("freeze_encoder", "compiled"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: expected True or False, found {type(getattr(self, name)).__name__}")
+            _checks.flag(name, getattr(self, name))
         if self.compiled and self.freeze_encoder:
             raise ValueError("compiled: expected an encoder that is trained, found freeze_encoder")
         _checks.choice("skip", self.skip, SKIP)

@@ -41,9 +41,14 @@ class RowResults:
         loss, solved = (self.tally.cpu() / torch.tensor([max(1, self.steps), max(1, self.samples)])).tolist()
         self.tally.zero_()
         self.steps = self.samples = 0
-        if not math.isfinite(loss):
-            raise DivergedError(f"the loss is {loss} at step {step}: try a smaller learning rate or another precision")
+        refuse_diverged("loss", loss, step)
         return loss, solved
+
+
+def refuse_diverged(name: str, loss: float, step: int) -> None:
+    """Refuse a loss that is not finite: whatever is trained on after it is lost."""
+    if not math.isfinite(loss):
+        raise DivergedError(f"the {name} is {loss} at step {step}: try a smaller learning rate or another precision")
 
 
 @dataclass
