@@ -230,7 +230,7 @@ def perplexity(
         from experiments import perplexity as suite
         from softsieve import _checks
         from softsieve._records import write_record
-        from softsieve.integrations.hidden_states import first_token, load_model, load_tokenizer, output_layer
+        from softsieve.integrations.hidden_states import first_token, label_of, load_model, load_tokenizer, output_layer
         from softsieve.tasks.files import read_text
 
         for name, value in {"eps": eps, "delta": delta}.items():
@@ -250,7 +250,7 @@ def perplexity(
         found = suite.measure(reading, **promise, progress=half)
         rows = suite.summary(found)
         n, d = reading.head.weight.shape
-        named = {"model": Path(model).name if Path(model).is_dir() else model, "text": text.name, "n": n, "d": d}
+        named = {"model": label_of(model), "text": text.name, "n": n, "d": d}
         about = {**named, **chosen, **promise}
         write_results(out, "perplexity", about, rows, suite.draw(found))
         write_record(beside(out, ".json"), "perplexity", about, rows)

@@ -70,7 +70,7 @@ def test_extract_writes_one_file_that_agrees_with_the_model(model: Path, text: P
     with safe_open(out, "pt") as file:
         names, notes = sorted(file.keys()), file.metadata()
     assert names == ["second.calibration", "second.test", "story.calibration", "story.test", "weight"]
-    assert notes["model"] == str(model)
+    assert notes["model"] == model.name  # and not where that lies on one machine
     assert (notes["format_version"], notes["softsieve"], notes["window"]) == ("2", __version__, "16")
     assert [path.name for path in out.parent.iterdir()] == ["head.safetensors"]
     head, _ = read_head(out)

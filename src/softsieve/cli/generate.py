@@ -129,11 +129,10 @@ def generate(
         pairs = writer.write(starts, tokens, choice)
         _say(pairs)
         if out is not None:
-            name = Path(model).name if Path(model).is_dir() else model
             n, d = head.weight.shape
             facts = {"n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
             options = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
-            write_record(out, "generate", {"model": name, **facts, **options}, _rows(pairs, tokenizer))
+            write_record(out, "generate", {"model": hidden_states.label_of(model), **facts, **options}, _rows(pairs, tokenizer))
             console.print(f"written: {out}")
 
 

@@ -74,7 +74,8 @@ def extract(
                 dtype=precision,
                 progress=lambda rows: progress("hidden states", rows / (queries * len(tokens))),
             )
-        notes = {"model": model, "window": str(window), "first_token": "none" if first is None else str(first)}
+        start = "none" if first is None else str(first)
+        notes = {"model": hidden_states.label_of(model), "window": str(window), "first_token": start}
         write_head(out, layer, notes=notes)
         size = " x ".join(str(side) for side in layer.weight.shape)
         console.print(f"{size}{'' if layer.bias is None else ' with bias'}, {dtype}: {out}")

@@ -54,6 +54,16 @@ def _where(name: str) -> tuple[str, dict[str, str]]:
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == SUFFIX else (name, {})
 
 
+def label_of(name: str) -> str:
+    """What records call a model: of a path the last part, which says nothing of a machine; else the name on the hub.
+
+    Example:
+        >>> label_of("HuggingFaceTB/SmolLM2-135M"), label_of(str(Path.cwd())) == Path.cwd().name
+        ('HuggingFaceTB/SmolLM2-135M', True)
+    """
+    return Path(name).name if Path(name).exists() else name
+
+
 def load_model(name: str, *, dtype: torch.dtype) -> Any:
     """The causal language model of a name, folder or GGUF file, ready to run: on a GPU in ``dtype``, on a CPU in fp32.
 
