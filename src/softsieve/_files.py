@@ -19,6 +19,7 @@ from pathlib import Path
 
 from softsieve.errors import InputError
 
+LINE = 64  # bytes of a cache line, with which tensors begin in files that are read where they are mapped
 _LOCK = ".lock"  # the file in a folder that is locked
 _OLD = "old"  # what was in the place of a folder, for the moment that it takes to move
 

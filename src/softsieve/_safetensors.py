@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from softsieve._files import LINE
 from softsieve.errors import InputError, first_line
 
 # What the library raises for a damaged file, and what reading its metadata may raise.
 _DAMAGED = (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError)
 
-LINE = 64  # bytes of a cache line
 _KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

@@ -431,8 +431,7 @@ def ask(
         ready: columns that the estimates in scratch have, when the last question was the same query with another plan;
             else 0. A plan whose first preview is shorter may only be asked for the answer of its second.
     """
-    n = index.spreads.shape[1]
-    usual, tally = plan.usual, scratch.tally
+    n, usual, tally = index.spreads.shape[1], plan.usual, scratch.tally
     codes = Codes(*index[2:14])
     offset = np.float32(exact_row(index.centre, extended))
     tally[0], tally[1] = 0, 2 * extended.size

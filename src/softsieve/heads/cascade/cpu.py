@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from softsieve._files import LINE
 from softsieve._progress import ProgressCallback
-from softsieve._safetensors import LINE
 from softsieve.heads.above import RowsAbove
 from softsieve.heads.cascade import index as indexes
 from softsieve.heads.cascade.calibration import Trial
