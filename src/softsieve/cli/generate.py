@@ -130,9 +130,16 @@ def generate(
         _say(pairs)
         if out is not None:
             n, d = head.weight.shape
-            facts = {"n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
+            facts = {
+                "model": hidden_states.label_of(model),
+                "n": n,
+                "d": d,
+                "eps": head.eps,
+                "delta": head.delta,
+                "k": max(head.calibrations),
+            }
             options = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
-            write_record(out, "generate", {"model": hidden_states.label_of(model), **facts, **options}, _rows(pairs, tokenizer))
+            write_record(out, "generate", facts | options, _rows(pairs, tokenizer))
             console.print(f"written: {out}")
 
 
