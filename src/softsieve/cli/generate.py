@@ -129,15 +129,8 @@ def generate(
         pairs = writer.write(starts, tokens, choice)
         _say(pairs)
         if out is not None:
-            n, d = head.weight.shape
-            facts = {
-                "model": hidden_states.label_of(model),
-                "n": n,
-                "d": d,
-                "eps": head.eps,
-                "delta": head.delta,
-                "k": max(head.calibrations),
-            }
+            (n, d), name = head.weight.shape, hidden_states.label_of(model)
+            facts = {"model": name, "n": n, "d": d, "eps": head.eps, "delta": head.delta, "k": max(head.calibrations)}
             options = {"dtype": dtype, "tokens": tokens, "calibration": source, "seed": seed, **choice._asdict()}
             write_record(out, "generate", facts | options, _rows(pairs, tokenizer))
             console.print(f"written: {out}")
