@@ -57,6 +57,7 @@ ONLY_READ = {
     "results/skipping-eurosat.md": "a record: minutes, EuroSAT",
     "results/skipping-more.md": "a record: three data sets",
     "results/skipping-times.md": "a record: three data sets",
+    "results/skipping-times-more.md": "a record: three data sets",
     "results/sst5-minilm.md": "a record: a GPU, a pretrained encoder, SST-5",
     "results/sst5-mpnet.md": "a record: a GPU, a pretrained encoder, SST-5",
 }
