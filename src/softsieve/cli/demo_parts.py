@@ -56,7 +56,7 @@ def show_demo(out: Path, *, seeds: int, epochs: int) -> None:
         f"Right: the {K} largest, each probability within {EPS:.0%}; promised for {1 - DELTA:.0%} of queries like "
         "those it was calibrated with. A product in bfloat16 rounds, and close classes change places. This head is "
         "made up: random numbers with the spectrum and the spread of probabilities that language models have; for "
-        "real ones see docs/results. The first time, building includes half a minute of compiling.\n"
+        "real ones see docs/results. The first time, building includes some 15 seconds of compiling.\n"
     )
     page = out / "report.html"
     write_report([*(outcome.folder for outcome in outcomes), out / "head.json"], page, title="The softsieve demo")
